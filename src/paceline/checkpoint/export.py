@@ -142,7 +142,8 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
         settings = files["config.json"]
         text = f"A {settings['architectures'][0]}, {origin}. Load it with its `from_pretrained(folder)`.\n"
     elif section.get("name") == "gpt":
-        heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
+        defaults = inspect.signature(GPT).parameters  # of options that are not in the recipe
+        heads, dropout = (section.get(option, defaults[option].default) for option in ("heads", "dropout"))
         named, settings = gpt2_export.weights(named, heads), gpt2_export.config(named, heads, dropout)
         text = f"A GPT-2, {origin}. Load it with `transformers.GPT2LMHeadModel.from_pretrained(folder)`.\n"
     else:
@@ -157,11 +158,6 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
     if generation := files.get("generation_config.json"):
         (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     (folder / "README.md").write_text(text)
-
-
-def _default(option: str) -> Any:
-    """The model's default for an option that is not in the recipe."""
-    return inspect.signature(GPT).parameters[option].default
 
 
 def _atomically(output: Path, write: Callable[[Path], None]) -> None:

@@ -312,9 +312,5 @@ def _cells(row: ParityRow) -> tuple[str, ...]:
         return row.layout, "", "", "", "", f"not supported: {row.refused}"
     agrees = "agrees" if row.bound else "equal to the bit"
     verdict = agrees if row.holds else "DIFFERS" + (f", first in {row.parameter}" if row.parameter else "")
-    numbers = (row.loss, row.norm, row.weights)
-    return (row.layout, *(f"{value:.0e}" for value in numbers), _evaluation(row), verdict)
-
-
-def _evaluation(row: ParityRow) -> str:
-    return "-" if row.evaluation is None else f"{row.evaluation:.0e}"
+    numbers = (row.loss, row.norm, row.weights, row.evaluation)
+    return (row.layout, *("-" if value is None else f"{value:.0e}" for value in numbers), verdict)
