@@ -26,4 +26,5 @@ paceline ls
 # Train a recipe.
 paceline init my-project
 cd my-project
-paceline train recipe.yaml -n 2
+paceline train recipe.yaml -n 2 train.pause_at=0.5
+paceline train recipe.yaml -n 3 resume=auto

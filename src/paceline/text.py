@@ -87,6 +87,11 @@ def numbered(thing: str, numbers: Sequence[int]) -> str:
     return f"{thing}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """`a, b and 2 others`: the first ones."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} others" if len(names) > most else "")
+
+
 def by_rank(values: Sequence[str], indent: str = "    ", ranks: Sequence[int] | None = None) -> str:
     """One line per distinct value, with the ranks that have it. `ranks`: those of the values, if not all."""
     found: dict[str, list[int]] = {}

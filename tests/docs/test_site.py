@@ -80,6 +80,7 @@ def test_every_argument_of_the_trainer_is_listed_with_its_type_default_and_meani
     rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.+?)</tr>", text, re.S)]
     found = {re.sub("<.*?>", "", name): (kind, value, meaning) for name, kind, value, meaning in filter(None, rows)}
     arguments = {"model", "optimizer", "loss_fn", "criterion", "scheduler", "metrics", "callbacks", "device"}
+    arguments |= {"collate_fn"}
     assert {*found} == {*TrainerKwargs.__annotations__, *arguments, "comm_hook", "comm_state"}
     assert [
         name for name, (kind, value, meaning) in found.items() if not kind or "Literal" in kind or not meaning

@@ -73,7 +73,7 @@ def test_a_script_that_resumes_logs_to_the_run(script: Path) -> None:
 def test_a_start_that_fails_before_its_first_step_uses_up_no_name(script: Path, how: str) -> None:
     for _ in range(2):
         assert "failed first (log: runs/" in launched(script, "mine.py", "run=mine", how)
-        assert runs_in(script) == ["mine"] and "failed (exception)" in forked.paceline("ls", cwd=script).stdout
+        assert runs_in(script) == ["mine"] and "failed (" in forked.paceline("ls", cwd=script).stdout
     launched(script, "mine.py", "run=mine")
     assert runs_in(script) == ["mine"] and "failed" not in (script / "runs/mine/ledger.jsonl").read_text()
 

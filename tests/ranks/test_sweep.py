@@ -108,7 +108,7 @@ def test_a_trial_that_can_not_succeed_fails_with_its_verdict(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     first, failed, last = study_of(tmp_path).trials()
     assert (first.state, failed.state, last.state) == ("complete", "failed", "complete")
-    assert failed.attempts == 1 and "[train.nonfinite]" in failed.verdict
+    assert failed.attempts == 1 and "train.nonfinite: Non-finite loss" in failed.verdict
     assert f"trial 1 failed: {failed.verdict}" in done.stdout
 
 

@@ -142,7 +142,8 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
         settings = files["config.json"]
         text = f"A {settings['architectures'][0]}, {origin}. Load it with its `from_pretrained(folder)`.\n"
     elif section.get("name") == "gpt":
-        heads, dropout = (section.get(option, _default(option)) for option in ("heads", "dropout"))
+        defaults = inspect.signature(GPT).parameters  # of options that are not in the recipe
+        heads, dropout = (section.get(option, defaults[option].default) for option in ("heads", "dropout"))
         named, settings = gpt2_export.weights(named, heads), gpt2_export.config(named, heads, dropout)
         text = f"A GPT-2, {origin}. Load it with `transformers.GPT2LMHeadModel.from_pretrained(folder)`.\n"
     else:
@@ -159,11 +160,6 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
     (folder / "README.md").write_text(text)
 
 
-def _default(option: str) -> Any:
-    """The model's default for an option that is not in the recipe."""
-    return inspect.signature(GPT).parameters[option].default
-
-
 def _atomically(output: Path, write: Callable[[Path], None]) -> None:
     """Write next to `output`, sync, then rename."""
     disk = Filesystem()
@@ -171,7 +167,7 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
-        _sync(disk, partial)
+        _sync(partial)
         _require_free(output)
         disk.rename(partial, output)
         disk.sync_folder(output.parent)
@@ -186,17 +182,13 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
             disk.remove(partial)
 
 
-def _sync(disk: Filesystem, written: Path) -> None:
+def _sync(written: Path) -> None:
     for path in [*written.iterdir(), written] if written.is_dir() else [written]:
-        disk.sync_folder(path) if path.is_dir() else _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _require_free(output: Path) -> None:

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.errors import CheckpointError
+from paceline.text import listed
 
 WRAPPERS = (
     "model_state_dict", "state_dict", "model_state", "model", "module", "net", "network", "weights", "params",
@@ -142,7 +143,7 @@ def _unwrapped(path: Path, found: Any) -> tuple[dict[str, Tensor], dict[str, Any
         if inner is None and weights:
             return weights, metadata | dict(_plain_values(found, besides=weights))
         if inner is None:
-            raise _no_weights(path, f"its keys are {_listed(found)}")
+            raise _no_weights(path, f"its keys are {listed([str(key)[:60] for key in found], 8) or 'none'}")
         metadata |= dict(_plain_values(found, besides={inner: None}))
         found = found[inner]
     raise _no_weights(path, f"it contains a {type(found).__name__}")
@@ -171,11 +172,6 @@ def _bare_names(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if len(set(names.values())) < len(names):
         raise _no_weights(path, "removing the prefixes of wrappers gives two weights the same name")
     return {names[old]: tensor for old, tensor in weights.items()}
-
-
-def _listed(found: Mapping[Any, Any]) -> str:
-    keys = [str(key)[:60] for key in found]
-    return ", ".join(keys[:8]) + (f" and {len(keys) - 8} others" if len(keys) > 8 else "") or "none"
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:

@@ -158,8 +158,7 @@ class HostCopy:
 
     def finish(self) -> None:
         """Wait until every byte is in host memory."""
-        pending = self._pending
-        if pending is not None:
+        if (pending := self._pending) is not None:
             pending.result()
         for event in self._copy_events.values():
             event.synchronize()

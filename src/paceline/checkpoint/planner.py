@@ -69,8 +69,7 @@ def signature(tensors: Mapping[str, LocalShard]) -> tuple[Any, ...]:
 
 def plan_save(tensors: Mapping[str, LocalShard], group: Group) -> list[WriteItem]:
     """The items that this rank writes. Collective over `group`; without a group, this rank writes everything."""
-    alone = group is None
-    rank = 0 if alone else torch_dist.get_rank(group)
+    rank = 0 if group is None else torch_dist.get_rank(group)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner({name: shard.as_tensor() for name, shard in tensors.items()}, is_coordinator=rank == 0)
     own = planner.create_local_plan()

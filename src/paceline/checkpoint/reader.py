@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +21,7 @@ from paceline.checkpoint.manifest import Chunk, Entry, InvalidManifest, Manifest
 from paceline.checkpoint.planner import ReadItem, narrow, plan_load
 from paceline.checkpoint.shard_file import BlockHasher
 from paceline.errors import CheckpointError
+from paceline.run import regular_files
 from paceline.run.folder import ROOT, RunFolder
 
 _ItemsOfChunk = dict[tuple[str, int], list[ReadItem]]
@@ -60,8 +59,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         body, digest = (_small_file(folder / name, limit) for name in (manifests.NAME, manifests.DIGEST))
         manifest = manifests.decode(body, digest)
         for name, file in manifest.files.items():
-            with _open_regular(folder / name) as descriptor:
-                size = os.fstat(descriptor).st_size
+            with os.fdopen(regular_files.open_descriptor(folder / name), "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
             if size != file.bytes:
                 raise InvalidManifest(f"{name} has {size} bytes, expected {file.bytes}")
     except UnsupportedFormat as error:
@@ -77,28 +76,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"{Path(error.filename).name if error.filename else 'a file'}: {error.strerror or error}"
+        name, text = Path(error.filename).name if error.filename else "a file", error.strerror or str(error)
+        return text if text.startswith(name) else f"{name}: {text}"  # of regular_files
     return str(error)
 
 
-@contextmanager
-def _open_regular(path: Path) -> Iterator[int]:
-    """Open a regular file. Links are not followed, and pipes do not block."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidManifest(f"{path.name} is not a regular file")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _small_file(path: Path, limit: int) -> bytes:
-    with _open_regular(path) as descriptor:
-        if os.fstat(descriptor).st_size > limit:
-            raise InvalidManifest(f"{path.name} has more than {limit} bytes")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            return file.read()
+    body = regular_files.read_bytes(path, limit + 1)
+    if len(body) > limit:
+        raise InvalidManifest(f"{path.name} has more than {limit} bytes")
+    return body
 
 
 def read_tensors(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,8 +100,9 @@ def read_tensors(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> dict[
     tensors: dict[str, Tensor] = {}
     with _Reader(checkpoint.folder, manifest.block) as reader:
         reader.check_headers(manifest)
-        for name, index in sorted(items, key=lambda key: _position(manifest, *key)):
-            _read_chunk(reader, manifest, name, index, items[name, index], targets[name], tensors)
+        chunks = [(_entry(manifest, name).chunks[index], name, index) for name, index in items]
+        for chunk, name, index in sorted(chunks, key=lambda each: (each[0].file, each[0].at)):
+            _read_chunk(reader, _entry(manifest, name), chunk, name, items[name, index], targets[name], tensors)
     for name, tensor in targets.items():  # an empty shard has no read items
         if name not in tensors:
             tensors[name] = torch.empty(_local_shape(tensor), dtype=_entry(manifest, name).torch_dtype)
@@ -127,11 +115,6 @@ def _entry(manifest: Manifest, name: str) -> Entry:
     return entry
 
 
-def _position(manifest: Manifest, name: str, index: int) -> tuple[str, int]:
-    chunk = _entry(manifest, name).chunks[index]
-    return chunk.file, chunk.at
-
-
 def _local_shape(tensor: Tensor) -> torch.Size:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.shape
@@ -139,15 +122,13 @@ def _local_shape(tensor: Tensor) -> torch.Size:
 
 def _read_chunk(
     reader: _Reader,
-    manifest: Manifest,
+    entry: Entry,
+    chunk: Chunk,
     name: str,
-    index: int,
     items: list[ReadItem],
     target: Tensor,
     tensors: dict[str, Tensor],
 ) -> None:
-    entry = _entry(manifest, name)
-    chunk = entry.chunks[index]
     first, last = _rows(chunk, items)
     values = reader.rows(name, entry, chunk, first, last)
     shape = _local_shape(target)
@@ -209,8 +190,7 @@ class _Reader:
     def _file(self, name: str) -> int:
         if name != self._name or self._descriptor < 0:
             self._close()
-            with _open_regular(self._folder / name) as descriptor:
-                self._descriptor, self._name = os.dup(descriptor), name
+            self._descriptor, self._name = regular_files.open_descriptor(self._folder / name), name
         return self._descriptor
 
     def check_headers(self, manifest: Manifest) -> None:

@@ -16,7 +16,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,14 +166,23 @@ def _temporary_copy(folder: Path) -> dict[str, Any]:
 
 
 def _send_all(folder: Path, names: list[str], group: Group, without_access: Collection[int]) -> dict[str, Any]:
-    """Send every file to every rank, even after an error, because the receivers wait for it."""
+    """Send every file to every rank."""
+    sources = ((target, functools.partial(_copy, folder / name)) for target in without_access for name in names)
+    return _each(functools.partial(send_file, group, write, target) for target, write in sources)
+
+
+def _receive_all(copy: Path, names: list[str], group: Group) -> dict[str, Any]:
+    return _each(functools.partial(receive_file, group, 0, Filesystem(), copy / name) for name in names)
+
+
+def _each(exchanges: Iterable[Callable[[], object]]) -> dict[str, Any]:
+    """Make all of them, even after an error, because the other side waits for it."""
     problems = []
-    for target in without_access:
-        for name in names:
-            try:
-                send_file(group, lambda disk, path=folder / name: _copy(path, disk), target)  # type: ignore[misc]
-            except OSError as error:
-                problems.append(error)
+    for exchange in exchanges:
+        try:
+            exchange()
+        except OSError as error:
+            problems.append(error)
     if problems:
         raise problems[0]
     return {}
@@ -183,19 +192,6 @@ def _copy(path: Path, disk: Filesystem) -> None:
     with os.fdopen(regular_files.open_descriptor(path), "rb", buffering=0) as file:
         while data := os.read(file.fileno(), 1 << 20):
             write_all(disk, -1, memoryview(data))
-
-
-def _receive_all(copy: Path, names: list[str], group: Group) -> dict[str, Any]:
-    problems = []
-    disk = Filesystem()
-    for name in names:
-        try:
-            receive_file(group, 0, disk, copy / name)
-        except OSError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0]
-    return {}
 
 
 def _gather_or_raise(group: Group, own: Report) -> list[Report]:

@@ -218,12 +218,10 @@ class _SaveJob:
             raise self._not_saved(reason) from error
 
     def _on_first_rank(self, work: Callable[[], Report]) -> Report:
-        report: Report
         if self.group is not None:
-            report = self._collective(lambda: run_on_first_rank(work, self._not_saved, self.group))
-        else:
-            report = capture_error(work, self._not_saved)
-            raise_first_error([report])
+            return self._collective(lambda: run_on_first_rank(work, self._not_saved, self.group))  # type: ignore[no-any-return]
+        report = capture_error(work, self._not_saved)
+        raise_first_error([report])
         return report
 
     def _create_partial(self, size: int) -> dict[str, Any]:
@@ -236,8 +234,7 @@ class _SaveJob:
         """The report of this rank, or its error. The first rank also writes the files of ranks without access."""
         own = capture_error(lambda: self._write(partial, item_bytes), self._not_written)
         for source in self.without_access if self.rank == 0 else ():
-            path = partial / _file_name(source)
-            receive = functools.partial(self._receive, source, path)
+            receive = functools.partial(self._receive, source, partial / _file_name(source))
             received = capture_error(receive, self._not_written)
             own = received if "error" in received and "error" not in own else own
         return own

@@ -247,7 +247,8 @@ def _indexed(dataset: Any, spec: LoaderSpec, reading: ReadOptions, drop_last: bo
 
 def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     reading = _reading(loader, spec)
-    sampler, drop_last = _sampler(loader), _drops_last(loader) and spec.training
+    sampler = _sampler(loader)
+    drop_last = spec.training and bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
     if isinstance(loader.dataset, IterableDataset):
         return _stream(loader, loader.dataset, spec, reading, say, drop_last)
     if getattr(loader, "in_order", True) is False:
@@ -292,10 +293,6 @@ def _sampler(loader: DataLoader[Any]) -> Any:
     """
     batch_sampler = loader.batch_sampler
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else None
-
-
-def _drops_last(loader: DataLoader[Any]) -> bool:
-    return bool(getattr(loader.batch_sampler, "drop_last", loader.drop_last))
 
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:

@@ -208,11 +208,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def rows_of(batch: Any, start: int, stop: int, like: Kind | None = None, samples: int | None = None) -> Any:
     """Slice a batch of `samples` samples; None: as many as it seems to have. Scalars, and values of other types than
     tensors, are kept as they are."""
-    if (
-        samples is None
-        and type(batch) in (tuple, list)
-        and all(type(part) is torch.Tensor and part.dim() for part in batch)
-    ):
+    if samples is None and _is_flat(batch):
         length = batch[0].shape[0]
         if all(part.shape[0] == length for part in batch):  # fast path for the common case
             return type(batch)([part[start:stop] for part in batch])

@@ -59,9 +59,8 @@ class EpochReader:
     ) -> None:
         self._source, self._seed, self._seed_first, self._random = source, seed, seed_first, random
         self._loader = loader if loader is not None and loader.generator is not None else None
-        self._generators = list(
-            {id(each): each for owner in (source, loader) for each in generators_in(owner)}.values()
-        )
+        generators = (each for owner in (source, loader) for each in generators_in(owner))
+        self._generators = list(dict.fromkeys(generators))
         stateless = type(source).__module__.startswith("torch.utils.data") or hasattr(source, "set_epoch")
         self._replays = length_of(source) is not None and (bool(self._generators) or not stateless)
         try:
@@ -84,7 +83,8 @@ class EpochReader:
         first = memory.done
         if self._generators:
             first = max((known for known in memory.starts if known <= epoch), default=epoch)
-            self._restore(memory.starts.get(first, now))
+            for generator, state in zip(self._generators, memory.starts.get(first, now), strict=True):
+                generator.set_state(state)
         for past in range(first, epoch) if self._replays else ():
             for _ in self._read(past, lists_of(_REPLAYED)):
                 pass
@@ -121,10 +121,6 @@ class EpochReader:
     def _states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self._generators]
 
-    def _restore(self, states: list[Tensor]) -> None:
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state)
-
 
 def lists_of(count: int) -> Callable[[Iterator[Any]], Iterator[list[Any]]]:
     return lambda items: iter(lambda: list(islice(items, count)), [])
@@ -158,13 +154,13 @@ def plain_attributes(dataset: Any, depth: int = _DEPTH) -> list[dict[str, Any]]:
 
 def generators_in(source: Any, depth: int = _DEPTH) -> list[torch.Generator]:
     """The generators of a sampler or DataLoader, and of the samplers inside it."""
-    found: dict[int, torch.Generator] = {}
+    found: list[torch.Generator] = []
     for part in getattr(source, "__dict__", {}).values() if depth else ():
         if isinstance(part, torch.Generator):
-            found[id(part)] = part
+            found.append(part)
         elif isinstance(part, (Sampler, DataLoader)):
-            found |= {id(each): each for each in generators_in(part, depth - 1)}
-    return list(found.values())
+            found += generators_in(part, depth - 1)
+    return list(dict.fromkeys(found))
 
 
 @contextmanager

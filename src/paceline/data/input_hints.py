@@ -30,17 +30,11 @@ class Collate:
             return default_collate(samples)
         except Exception as error:
             kinds = list(dict.fromkeys(map(_kind, samples)))
-            shown = " and ".join(kinds[:2])
+            problem, fix = "can't be collated", "Return tensors, numbers or arrays"
             if len(kinds) > 1:
-                error.add_note(
-                    f"paceline: the samples of {self.source} differ: {shown}. "
-                    "Pad them, or pass a DataLoader with a collate_fn"
-                )
-            else:
-                error.add_note(
-                    f"paceline: the samples of {self.source} can't be collated: {shown}. Return tensors, numbers or "
-                    "arrays, or pass a DataLoader with a collate_fn"
-                )
+                problem, fix = "differ", "Pad them"
+            shown = f"the samples of {self.source} {problem}: {' and '.join(kinds[:2])}"
+            error.add_note(f"paceline: {shown}. {fix}, or pass a DataLoader with a collate_fn")
             raise
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, count, islice
 from multiprocessing.sharedctypes import RawArray
 from time import perf_counter
@@ -132,7 +133,7 @@ class ReadOptions:
     def for_dataset(self, dataset: Any) -> dict[str, Any]:
         """The further arguments of a DataLoader around what reads this dataset."""
         given = dict(self.options)
-        return {**given, "worker_init_fn": StartWorker(dataset, given.get("worker_init_fn"))}
+        return {**given, "worker_init_fn": partial(_start_worker, dataset, given.get("worker_init_fn"))}
 
 
 class IndexedLoader(Loader):
@@ -166,7 +167,9 @@ class IndexedLoader(Loader):
         reading, loader, known = self._reading, None, None
         watch = None if isinstance(self._order, FormulaOrder) else watch_order()
         self._watched = watch is not None
-        compare = reading.compare and self._may_differ()
+        # Whether samples that a rank or worker reads at once may be other ones elsewhere.
+        several = collectives.world() > 1 or reading.workers > 0
+        compare = reading.compare and (several or (self._part.groups > 1 and reads_batches(self._dataset)))
         sliced = self._part.ranks * self._part.groups > 1 and not reading.whole
         tries = self._collate if reading.compare and sliced and collectives.rank() == 0 else None
         self._order.begin(first_step)
@@ -199,11 +202,6 @@ class IndexedLoader(Loader):
             if epochs != 1:
                 self._order.lengths.check("sampler", epoch, skip + plan.step - before)
             skip = 0
-
-    def _may_differ(self) -> bool:
-        """Whether samples that a rank or worker reads at once may be other ones elsewhere."""
-        several = collectives.world() > 1 or self._reading.workers > 0
-        return several or (self._part.groups > 1 and reads_batches(self._dataset))
 
     def _torch_loader(self, plan: _Plan) -> DataLoader[Any]:
         reading = self._reading
@@ -301,16 +299,11 @@ class StartTimes:
         return self._seconds
 
 
-class StartWorker:
-    """Calls the user's `worker_init_fn` in a worker, where get_worker_info() has the user's dataset, as in torch."""
-
-    def __init__(self, dataset: Any, function: Callable[[int], Any] | None) -> None:
-        self._dataset, self._function = dataset, function
-
-    def __call__(self, worker: int) -> None:
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)  # it refuses assignments
-        if self._function is not None:
-            self._function(worker)
+def _start_worker(dataset: Any, function: Callable[[int], Any] | None, worker: int) -> None:
+    """Call the user's `worker_init_fn` in a worker, where get_worker_info() has the user's dataset, as in torch."""
+    object.__setattr__(get_worker_info(), "dataset", dataset)  # it refuses assignments
+    if function is not None:
+        function(worker)
 
 
 def unchanged(batch: Any) -> Any:

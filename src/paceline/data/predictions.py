@@ -26,7 +26,7 @@ from paceline.runtime.collectives import Group
 Column = list[Any]  # one part of the outputs: a tensor, or a list of items, for every batch
 _PLAIN = (bool, int, float, str, type(None))
 _BLOCK_BYTES = 64 << 20  # of one rank
-_TENSOR = "<tensor>"  # marks the place of a tensor for ranks without rows
+_TENSOR: Any = "<tensor>"  # marks the place of a tensor for ranks without rows
 
 
 def gather_outputs(batches: list[tuple[Any, int]], positions: list[int], device: torch.device) -> Any:
@@ -202,7 +202,7 @@ def _restore(described: Any, leaf: Callable[[Any], Any], like: Any = None) -> An
 def gather_in_order(local: list[Any], positions: list[int], device: torch.device, *, dst: int | None = None) -> Any:
     """Gather the rows of all ranks on the CPU of every rank, ordered by their position in the data. With `dst`, only
     that rank gets them. Collective: must be called on every rank, and at least one must have rows."""
-    skeletons = collectives.all_gather_object([apply(local[0], _to_mark)] if local else [])
+    skeletons = collectives.all_gather_object([apply(local[0], lambda _: _TENSOR)] if local else [])
     like = local[0] if local else next(skeleton[0] for skeleton in skeletons if skeleton)
     flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in local), strict=True)]
     shapes = collectives.all_gather_object({"positions": positions, "kinds": kinds_of(flat)})
@@ -240,10 +240,6 @@ def gather_rows(own: Tensor, counts: list[int], device: torch.device, *, keeps: 
             for rows, block_rows, count in zip(parts, received, counts, strict=True):
                 rows.append(block_rows[: max(0, count - start)].cpu())
     return torch.cat([block_rows for rows in parts for block_rows in rows]) if keeps else own
-
-
-def _to_mark(tensor: Tensor) -> Any:
-    return _TENSOR
 
 
 def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
@@ -286,8 +282,7 @@ class CollectedRows:
         return True
 
     def _obstacle(self, rows: Any, samples: int) -> str:
-        other = _not_rows(rows, samples)
-        if other:
+        if other := _not_rows(rows, samples):
             return other
         tensors = list(tensors_in(rows))
         kinds = kinds_of(tensors)
@@ -362,13 +357,9 @@ def all_gather_rows(tensor: Tensor, group: Group = None) -> Tensor:
         )
     if len(kinds) == 1:
         return tensor
-    rows: Tensor = _Gather.apply(tensor, [shape[0] for shape, _ in kinds], _index(group), group)
+    index = collectives.rank() if group is None else torch.distributed.get_rank(group)
+    rows: Tensor = _Gather.apply(tensor, [shape[0] for shape, _ in kinds], index, group)
     return rows
-
-
-def _index(group: Group) -> int:
-    """The place of this rank in a group."""
-    return collectives.rank() if group is None else torch.distributed.get_rank(group)
 
 
 class _Gather(torch.autograd.Function):

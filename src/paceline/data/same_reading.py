@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 from zlib import crc32
@@ -26,9 +27,7 @@ from paceline.runtime.generator_states import RandomStream, same_states, save_st
 from paceline.text import by_rank
 
 _EVERY = 32  # steps between two comparisons: a gather of one number costs as much as a small kernel
-
 _SAMPLES = 8  # that a collate function is tried on
-
 Collate = Callable[[list[Any]], Any]
 
 _compared: WeakSet[Any] = WeakSet()  # datasets
@@ -189,36 +188,28 @@ def _is_known(dataset: Any, known: WeakSet[Any]) -> bool:
     return found
 
 
-class _Trial:
-    """Collates samples like a collate function, and returns what is wrong with it, if anything. Generators are left as
-    they were."""
+def _problem(collate: Collate, samples: list[Any]) -> list[str]:
+    """Collates samples, and returns what is wrong with the function, if anything. Generators are left as they were."""
+    try:
+        whole, drew = _collated(collate, samples)
+        if drew:
+            return ["draws random numbers for a batch"]
+        if not _equal(whole, _collated(collate, samples)[0]):
+            return ["returns another batch each time, for the same samples"]
+        middle = len(samples) // 2
+        halves = [_collated(collate, half)[0] for half in (samples[:middle], samples[middle:])]
+        return [] if _adds_up(whole, halves, len(samples)) else ["returns another batch than for its halves"]
+    except Exception as error:
+        return [f"could not be tried on {len(samples)} samples and on half of them ({type(error).__name__}: {error})"]
 
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
 
-    def __call__(self, samples: list[Any]) -> list[str]:
-        problem = self._problem(samples)
-        return [problem] if problem else []
-
-    def _problem(self, samples: list[Any]) -> str:
-        try:
-            whole, drew = self._run(samples)
-            if drew:
-                return "draws random numbers for a batch"
-            if not _equal(whole, self._run(samples)[0]):
-                return "returns another batch each time, for the same samples"
-            middle = len(samples) // 2
-            halves = [self._run(half)[0] for half in (samples[:middle], samples[middle:])]
-            return "" if _adds_up(whole, halves, len(samples)) else "returns another batch than for its halves"
-        except Exception as error:
-            return f"could not be tried on {len(samples)} samples and on half of them ({type(error).__name__}: {error})"
-
-    def _run(self, samples: list[Any]) -> tuple[Any, bool]:
-        with RandomStream(0):
-            before = save_states()
-            # Copies: a collate function may have a generator of its own, and change samples in place.
-            batch = copy.deepcopy(self._collate)(copy.deepcopy(samples))
-            return batch, not same_states(before, save_states())
+def _collated(collate: Collate, samples: list[Any]) -> tuple[Any, bool]:
+    """A batch, and whether random numbers were drawn for it."""
+    with RandomStream(0):
+        before = save_states()
+        # Copies: a collate function may have a generator of its own, and change samples in place.
+        batch = copy.deepcopy(collate)(copy.deepcopy(samples))
+        return batch, not same_states(before, save_states())
 
 
 def try_collate(dataset: Any, collate: Collate, seed: int, first: tuple[int, Sequence[Any]], workers: int) -> None:
@@ -227,7 +218,7 @@ def try_collate(dataset: Any, collate: Collate, seed: int, first: tuple[int, Seq
     epoch, indices = first
     if _is_known(dataset, _tried) or len(indices) < 2:
         return
-    batches = SeededBatches(dataset, seed, _Trial(collate), own_collate=True)
+    batches = SeededBatches(dataset, seed, partial(_problem, collate), own_collate=True)
     [problems] = read_again(batches, epoch, [indices[:_SAMPLES]], workers)
     for problem in problems:
         rank_log(0).warning(str(_doubt_of_collate(collate, problem)))

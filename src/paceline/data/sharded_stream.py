@@ -241,7 +241,8 @@ class Declared:
 
 def is_sharded(data: Any, setting: bool | None, part: DataShard) -> bool | None:
     """Whether each rank reads its own shard of a stream; None if nothing is known. `setting` is `data.sharded`."""
-    own = _said_by(data)
+    streams = (data, getattr(data, "source", None), *_inside(data))
+    own = next((said for each in streams if isinstance(said := getattr(each, "sharded", None), bool)), None)
     found = declared(data)
     if found is None or found.ranks == 1:
         return setting if own is None else own
@@ -262,14 +263,6 @@ def wrong_shard(what: str) -> DataError:
         fix="split it by data rank, or pass the stream without splitting it: every rank then reads all of it and keeps "
         "its slice",
     )
-
-
-def _said_by(data: Any) -> bool | None:
-    for stream in (data, getattr(data, "source", None), *_inside(data)):
-        said = getattr(stream, "sharded", None)
-        if isinstance(said, bool):
-            return said
-    return None
 
 
 def _inside(data: Any) -> Iterator[Any]:
@@ -296,13 +289,11 @@ def declared(data: Any, depth: int = _DEPTH) -> Declared | None:
     names = {getattr(getattr(stage, "func", stage), "__name__", "") for stage in stages}
     if "split_by_node" in names:
         return Declared("webdataset.split_by_node", collectives.rank(), collectives.world())
-    inner = [*stages, *getattr(data, "__dict__", {}).values()] if depth else []
-    streams = (value for value in inner if isinstance(value, (IterableDataset, DataLoader)) or _looks_split(value))
-    return next((found for stream in streams if (found := declared(stream, depth - 1)) is not None), None)
-
-
-def _looks_split(value: Any) -> bool:
-    return getattr(value, "_distributed", None) is not None or type(value).__name__ == "ResampledShards"
+    for value in [*stages, *getattr(data, "__dict__", {}).values()] if depth else ():
+        split = getattr(value, "_distributed", None) is not None or type(value).__name__ == "ResampledShards"
+        if (split or isinstance(value, (IterableDataset, DataLoader))) and (found := declared(value, depth - 1)):
+            return found
+    return None
 
 
 def _has_sharding_filter(dataset: Any, depth: int = 32) -> bool:

@@ -63,8 +63,8 @@ def _different_calls(waits: Waits) -> list[list[int]]:
 
 
 def _number(wait: Wait) -> Hashable:
-    assert wait.operation and wait.group
-    return wait.operation.group, wait.group.ranks, wait.operation.number
+    operation, group = wait.operation, wait.group
+    return (operation.group, group.ranks, operation.number) if operation and group else operation
 
 
 def _call(wait: Wait) -> Hashable:
@@ -224,7 +224,7 @@ class _Report:
         for side in sides[:_MAX_SIDES]:
             have = "has" if len(side) == 1 else "have"
             other = self.waits.of[side[0]]
-            same = wait is None or other.operation is None or _number_or_none(other) == _number_or_none(wait)
+            same = wait is None or other.operation is None or _number(other) == _number(wait)
             inside = self._in_p2p(side[0]) if same else f" in {self._name(other)}"
             lines.append(
                 f"{self._names(side)} {have} waited for {format_duration(self.seconds)}{inside}{self._at(side[0])}"
@@ -318,7 +318,7 @@ class _Report:
 
     def side_of(self, rank: int) -> Hashable:
         """Ranks of the same side wait in the same operation, at the same line."""
-        return _number_or_none(self.waits.of[rank]), self.waits.places[rank].line
+        return _number(self.waits.of[rank]), self.waits.places[rank].line
 
     def has_moved_on(self) -> bool:
         return any(map(self._left_by_others, self.waits.of.values()))
@@ -335,10 +335,8 @@ class _Report:
         direct = [wait for wait in self.waits.of.values() if wait.operation and wait.awaited & set(blamed)]
         if not direct:
             return None
-        counts = Counter(map(_number_or_none, direct))
-        return max(
-            direct, key=lambda wait: (counts[_number_or_none(wait)], -(wait.operation.number if wait.operation else 0))
-        )
+        counts = Counter(map(_number, direct))
+        return max(direct, key=lambda wait: (counts[_number(wait)], -(wait.operation.number if wait.operation else 0)))
 
     def _lacks(self, blamed: Collection[int], wait: Wait) -> bool:
         """Whether none of them has entered the operation. A rank that was stopped may have."""
@@ -346,10 +344,6 @@ class _Report:
             return False
         own = [progress_in(self.waits.evidence[rank], wait.group) for rank in blamed if rank in wait.awaited]
         return len(own) == len(blamed) and all(each is None or each.entered < wait.operation.number for each in own)
-
-
-def _number_or_none(wait: Wait) -> Hashable:
-    return _number(wait) if wait.operation and wait.group else wait.operation
 
 
 def _minority(sides: list[list[int]]) -> list[int]:

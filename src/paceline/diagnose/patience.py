@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
@@ -130,8 +131,7 @@ class Patience:
         """How long ranks may make no progress in a phase."""
         if phase in _FIXED:
             return Limit(_FIXED[phase], f"fixed for the phase “{phase}”")
-        history = self._histories.get(phase, _History())
-        return _LIMITS.get(phase, _script_limit)(history)
+        return _LIMITS.get(phase, _pause_limit)(self._histories.get(phase, _History()))
 
     def _learn_steps(self, passed: float, ranks: list[Observation]) -> None:
         """Steps are counted by the slowest rank, and timed without saves and evaluations in between."""
@@ -225,15 +225,7 @@ def _saving_limit(history: _History) -> Limit:
     return max(Limit(30.0, "at least 30 s"), Limit(10 * longest, f"10 × the longest save of {_seconds(longest)}"))
 
 
-def _evaluating_limit(history: _History) -> Limit:
-    return _pause_limit(history, "pause between batches", "pause")
-
-
-def _script_limit(history: _History) -> Limit:
-    return _pause_limit(history, "pause between collectives", "wait")
-
-
-def _pause_limit(history: _History, pause: str, longest: str) -> Limit:
+def _pause_limit(history: _History, pause: str = "pause between collectives", longest: str = "wait") -> Limit:
     if history.number < _FEW:
         return max(Limit(30.0, "at least 30 s at the beginning"), _twice(max(history.longest, default=0.0), longest))
     usual = _median(history.pauses)
@@ -262,5 +254,5 @@ def _seconds(seconds: float) -> str:
 _LIMITS: Mapping[str, Callable[[_History], Limit]] = {
     "training": _training_limit,
     "saving": _saving_limit,
-    "evaluating": _evaluating_limit,
+    "evaluating": partial(_pause_limit, pause="pause between batches", longest="pause"),
 }

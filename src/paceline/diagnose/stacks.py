@@ -65,7 +65,8 @@ def read_stacks(pids: Iterable[int], files: Mapping[int, Path], seconds: float =
 
 def _read(pid: int, file: Path | None, end: float) -> ProcessStacks:
     found = ProcessStacks(missing="py-spy is not installed")
-    command = _py_spy()
+    beside = Path(sys.executable).with_name("py-spy")
+    command = str(beside) if beside.exists() else shutil.which("py-spy") or ""
     for _ in range(_ATTEMPTS if command else 0):
         found = _ask_py_spy(command, pid, end - time.monotonic())
         if found.main or found.missing == NOT_PYTHON or time.monotonic() > end:
@@ -73,11 +74,6 @@ def _read(pid: int, file: Path | None, end: float) -> ProcessStacks:
     if not found.main and file is not None and (own := _ask_process(pid, file, end)):
         return ProcessStacks(own)
     return found
-
-
-def _py_spy() -> str:
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy") or ""
 
 
 def _ask_py_spy(command: str, pid: int, seconds: float) -> ProcessStacks:
@@ -156,36 +152,34 @@ def handles(pid: int, number: int) -> bool:
 
 
 def state_of(pid: int) -> ProcessState:
-    try:
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "exited"
-    return _STATES.get(letter, "running")
+    with suppress(OSError, IndexError):
+        return _STATES.get(_stat(pid)[0], "running")
+    return "exited"
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the name, which may contain blanks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def cpu_seconds(pid: int) -> float:
     """That a process has used, and all that it has started."""
     seconds = 0.0
     with suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # of itself, and of children that have ended
+        seconds = sum(map(int, _stat(pid)[11:15])) / os.sysconf(
+            "SC_CLK_TCK"
+        )  # of itself, and of children that have ended
     return seconds + sum(map(cpu_seconds, children_of(pid)))
 
 
 def children_of(pid: int) -> list[int]:
     """Processes that a process has started, such as workers of its DataLoader."""
     found: set[int] = set()
-    for task in _listed(Path(f"/proc/{pid}/task")):  # a child belongs to the thread that has forked it
-        with suppress(OSError, ValueError):
-            found.update(map(int, (task / "children").read_text().split()))
+    with suppress(OSError):  # it has exited
+        for task in Path(f"/proc/{pid}/task").iterdir():  # a child belongs to the thread that has forked it
+            with suppress(OSError, ValueError):
+                found.update(map(int, (task / "children").read_text().split()))
     return sorted(found)
-
-
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
 
 
 STACK_SIGNAL = signal.SIGRTMIN + 4 if sys.platform == "linux" else signal.SIGUSR2  # SIGUSR1 requests a checkpoint

@@ -37,10 +37,10 @@ from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import preserve_rng_state
+from paceline.text import listed
 
 TOLERANCE = 1e-6  # above the rounding of kernels that are not deterministic
 _OF_MODULES = frozenset(vars(nn.Module()))
-_SHOWN = 4
 Checksums = dict[str, int]
 Changes = dict[str, Checksums]  # "parameters" and "buffers": the new checksums of those that changed
 
@@ -133,7 +133,7 @@ def changed_buffers(ranks: Sequence[Changes], mesh: Mesh) -> tuple[list[str], li
     names = sorted({name for changes in ranks for name in changes["parameters"]})
     equal = all(changes["parameters"] == ranks[0]["parameters"] for changes in ranks)
     if names and not (equal and mesh.degrees.is_replicated):
-        raise _error(f"The forward changes {_some(names)}")
+        raise _error(f"The forward changes {listed(names)}")
     values: dict[str, set[int]] = {}
     for changes in ranks:
         for name, value in changes["buffers"].items():
@@ -146,20 +146,15 @@ def warn_of_buffers(own: list[str], counted: list[str], warn: Callable[[str], ob
     """`own` and `counted`: of `changed_buffers`; `several`: a step runs several micro-batches on a rank."""
     if own:
         warn(
-            f"the forward computes {_some(own)} from the samples of one rank: values differ between ranks, those of "
+            f"the forward computes {listed(own)} from the samples of one rank: values differ between ranks, those of "
             "rank 0 are evaluated and saved, and results depend on the number of ranks; average what is added with "
             "paceline.dist.all_reduce, or use BatchNorm, which is synchronized"
         )
     if counted and several:
         warn(
-            f"the forward changes {_some(counted)} once per micro-batch, so results depend on accumulate and on the "
+            f"the forward changes {listed(counted)} once per micro-batch, so results depend on accumulate and on the "
             "micro-batches of a pipeline; change them once per step, in a callback"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
 
 
 def _error(what: str) -> TrainError:

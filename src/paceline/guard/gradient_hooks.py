@@ -49,12 +49,7 @@ class DeferredHook:
 
 def hooks_of(model: nn.Module) -> dict[str, _Hooks]:
     """The hooks of each parameter by name. Layouts replace parameters, without their hooks."""
-    return {name: hooks for name, p in model.named_parameters() if (hooks := _of(p))}
-
-
-def _of(parameter: Any) -> _Hooks | None:
-    hooks: _Hooks | None = parameter._backward_hooks
-    return hooks
+    return {name: hooks for name, p in model.named_parameters() if (hooks := p._backward_hooks)}
 
 
 class GradientHooks:
@@ -121,9 +116,8 @@ class BackwardWatch(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.hooks = [
-            f"a backward hook of {name or 'the model'}" for name, part in model.named_modules() if _hooked(part)
-        ]
+        hooked = [name for name, m in model.named_modules() if m._backward_hooks or m._backward_pre_hooks]
+        self.hooks = [f"a backward hook of {name or 'the model'}" for name in hooked]
         if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
             self.hooks.append("a global backward hook of modules")
         self.functions: list[str] = []
@@ -140,10 +134,6 @@ class BackwardWatch(TorchFunctionMode):
                 _engine_run_backward(args, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
             return None
         return func(*args, **(kwargs or {}))
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _functions(loss: Tensor) -> list[str]:

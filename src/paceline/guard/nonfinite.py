@@ -171,16 +171,12 @@ def _locate(module: Any, micros: Iterable[MicroBatch], draw: NoiseContext) -> di
         draw.end()
         reason = in_inputs or next((f"{text}{_large(module.model)}" for text in found), None)
         if reason and where is None and micro.samples:
-            where, samples = reason, [_plain(index) for index in micro.indices]
+            where, samples = reason, [each if isinstance(each, str) else int(each) for each in micro.indices]
         if micro.last:
             break
     module.zero_grad(set_to_none=True)
     reshard_all(module)
     return {"where": where, "samples": samples}
-
-
-def _plain(index: Any) -> Any:
-    return index if isinstance(index, str) else int(index)
 
 
 def _in_data(micro: MicroBatch) -> str | None:

@@ -83,17 +83,12 @@ class GradientWatch:
             by_trainer = GradientWatch._trainer_backwards != self._seen
             if by_trainer not in self._said:
                 self._said.add(by_trainer)
-                self._say(by_trainer)
-
-    def _say(self, by_trainer: bool) -> None:
-        text = "gradients that {} left in the parameters are discarded before a step"
-        if by_trainer:  # as in adversarial training
-            self._log.info(text.format("the backward of another Trainer"))
-        else:
-            self._log.warning(
-                text.format("a backward outside the Trainer")
-                + "; add an auxiliary loss to the result of trainer.forward(batch), or compute it in loss_fn"
-            )
+                text = "gradients that {} left in the parameters are discarded before a step"
+                if by_trainer:  # as in adversarial training
+                    self._log.info(text.format("the backward of another Trainer"))
+                else:
+                    fix = "add an auxiliary loss to the result of trainer.forward(batch), or compute it in loss_fn"
+                    self._log.warning(f"{text.format('a backward outside the Trainer')}; {fix}")
 
     def after_backward(self, *, last: bool) -> None:
         """A backward of this Trainer is done. Unless it was the last one of its step, the loop continues before it."""

@@ -37,7 +37,7 @@ from paceline.parallel.replicas import Forward, Replicas
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
-from paceline.text import by_rank
+from paceline.text import by_rank, listed
 
 _SHOWN = 8
 _ROWS_COMPARED = 64
@@ -284,10 +284,9 @@ def explain_unused_parameters(model: nn.Module) -> Iterator[None]:
 
 def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:
     modules = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
     return TrainError(
         "unused-parameters",
-        f"The loss does not depend on {shown} (in {', '.join(modules)}).",
+        f"The loss does not depend on {listed(names, _SHOWN)} (in {', '.join(modules)}).",
         why="with several ranks, every trainable parameter must receive a gradient to complete the reduction",
         fix='use them in forward(), freeze them with requires_grad_(False), or set unused_parameters="allow"',
     )

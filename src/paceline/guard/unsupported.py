@@ -26,10 +26,10 @@ from paceline.errors import LayoutError, TrainError
 from paceline.log import Log
 from paceline.plan.layout import Degrees
 from paceline.runtime.rng import preserve_rng_state
+from paceline.text import listed
 
 _STEPS = 2
 _OVERLAPS = 1  # torch's number for a tensor with several elements in one place
-_SHOWN = 4
 
 
 def require_initialized(model: nn.Module) -> None:
@@ -38,7 +38,7 @@ def require_initialized(model: nn.Module) -> None:
     if lazy:
         raise TrainError(
             "lazy-parameters",
-            f"Not initialized yet: {_some(lazy)}.",
+            f"Not initialized yet: {listed(lazy)}.",
             why="a lazy module creates its parameters in its first forward, but the optimizer and all ranks need them "
             "before",
             fix="run the model once before creating the optimizer and the Trainer: model(inputs)",
@@ -47,7 +47,7 @@ def require_initialized(model: nn.Module) -> None:
     if expanded:
         raise TrainError(
             "expanded-parameter",
-            f"Several elements share one place in memory: {_some(expanded)}.",
+            f"Several elements share one place in memory: {listed(expanded)}.",
             why="an expanded tensor can't be updated in place",
             fix="make it contiguous, nn.Parameter(tensor.expand(…).contiguous()), or expand it in the forward",
         )
@@ -71,14 +71,14 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
     if sparse and (degrees.world > 1 or config.fixed_order):
         raise LayoutError(
             "sparse-gradients",
-            f"Sparse gradients are not supported on several ranks or with deterministic: everywhere: {_some(sparse)}.",
+            f"Sparse gradients are not supported on several ranks or with deterministic: everywhere: {listed(sparse)}.",
             why="FSDP can't reduce them, and DDP scales dense gradients wrongly if sparse ones are ready first",
             fix="create the embedding with sparse=False",
         )
     if sparse and (config.clip_norm is not None or config.clip_value is not None or config.nonfinite != "raise"):
         raise TrainError(
             "sparse-clipping",
-            f"Gradients of {_some(sparse)} are sparse, but clip_norm, clip_value or nonfinite needs their norm.",
+            f"Gradients of {listed(sparse)} are sparse, but clip_norm, clip_value or nonfinite needs their norm.",
             why="torch computes neither norms nor limits of sparse tensors",
             fix="create the embedding with sparse=False, or remove the setting",
         )
@@ -86,7 +86,7 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
     if norms and config.fixed_order:
         raise LayoutError(
             "everywhere-and-batchnorm",
-            f"deterministic: everywhere does not support layers with statistics over samples: {_some(norms)}.",
+            f"deterministic: everywhere does not support layers with statistics over samples: {listed(norms)}.",
             why="they are computed over the samples of all ranks, or change with every slice that a rank computes",
             fix="use GroupNorm or LayerNorm, freeze them (eval mode, in a model in training mode), or set "
             "deterministic: true",
@@ -95,7 +95,7 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
     if shared:
         raise LayoutError(
             "shared-memory",
-            f"Different parameters share memory: {_some(shared)}.",
+            f"Different parameters share memory: {listed(shared)}.",
             why="each is sharded or moved by itself, so they would no longer change together",
             fix='assign the same nn.Parameter in both places (ties are kept), clone() one, or use strategy="ddp"',
         )
@@ -137,11 +137,6 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     for tensor in (first, second):
         places.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).add_(1)
     return int(places.max()) > 1
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + rest
 
 
 def check_optimizer(optimizer: Any) -> None:

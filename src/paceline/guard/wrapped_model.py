@@ -78,7 +78,10 @@ def take_over(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[n
         taken = "".join(f"; {key}: {value}" for key, value in changes.items())
         log.info(f"model: unwrapped from {name}; the Trainer wraps it itself if the layout requires it{taken}")
         model, config = inner, config.model_copy(update=changes)
-    _require_plain(model, ranks)
+    for what, why, fix in _obstacles(model, ranks):
+        raise LayoutError(
+            "wrapped-model", f"The model is already wrapped: {what}.", why=why, fix=f"pass the plain model, and {fix}"
+        )
     return model, config, hook
 
 
@@ -140,23 +143,15 @@ def _require_supported(ddp: DistributedDataParallel) -> None:
             )
 
 
-def _require_plain(model: nn.Module, ranks: int) -> None:
-    for what, why, fix in _obstacles(model, ranks):
-        raise LayoutError(
-            "wrapped-model", f"The model is already wrapped: {what}.", why=why, fix=f"pass the plain model, and {fix}"
-        )
-
-
 def _obstacles(model: nn.Module, ranks: int) -> Iterator[tuple[str, str, str]]:
     shards = "its parameters are shards already, which the Trainer would shard or broadcast again"
     modules = list(model.named_modules())
     if type(model).__module__.partition(".")[0] == "deepspeed":
-        why = "an engine runs backward and optimizer itself"
-        yield (
-            f"it is a {type(model).__name__} of DeepSpeed",
-            why,
+        why, fix = (
+            "an engine runs backward and optimizer itself",
             'set strategy="fsdp" (ZeRO-3), or fsdp={"offload": True}',
         )
+        yield f"it is a {type(model).__name__} of DeepSpeed", why, fix
     for name, part in modules:
         if isinstance(part, FullyShardedDataParallel):
             settings = _SHARDING.get(part.sharding_strategy, 'strategy="fsdp"')
@@ -251,7 +246,8 @@ def choose_hook(given: CommHook | None, taken: CommHook | None, config: Config) 
 def require_ddp(hook: CommHook, config: Config, degrees: Degrees, log: Log) -> None:
     """Raise unless DDP reduces the gradients, or there is one rank."""
     if "ddp" in [each.name for each in passes_for(config, degrees)]:
-        log.info(f"comm_hook: {hook.name} reduces the gradients{_saved(hook)}")
+        saved = "; its state is saved in checkpoints" if is_saved(hook) else ""
+        log.info(f"comm_hook: {hook.name} reduces the gradients{saved}")
         if hook.state is not None and not isinstance(hook.state, ProcessGroup) and not is_saved(hook):
             log.warning(
                 f"comm_hook: the state of {hook.name} ({type(hook.state).__name__}) is not saved in checkpoints: it "
@@ -272,7 +268,3 @@ def require_ddp(hook: CommHook, config: Config, degrees: Degrees, log: Log) -> N
 def is_saved(hook: CommHook) -> bool:
     """Whether the state of the hook can be saved in checkpoints."""
     return all(callable(getattr(hook.state, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _saved(hook: CommHook) -> str:
-    return "; its state is saved in checkpoints" if is_saved(hook) else ""

@@ -109,9 +109,8 @@ class FlopCount(TorchDispatchMode):
             self.uncounted |= {kind.__name__ for kind in inner if not kind.__module__.startswith("torch.distributed.")}
             return NotImplemented
         kwargs = kwargs or {}
-        if args and isinstance(
-            args[0], (bool, int, float)
-        ):  # PyTorch passes 0-dim tensors that were numbers as numbers
+        # PyTorch passes 0-dim tensors that were numbers as numbers.
+        if args and isinstance(args[0], (bool, int, float)):
             args = (_restored(func, args[0]), *args[1:])
         result = func(*args, **kwargs)
         packet = getattr(func, "_overloadpacket", func)

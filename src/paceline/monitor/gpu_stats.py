@@ -36,6 +36,24 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
 
 
+_QUESTIONS: dict[str, tuple[Any, ...]] = {  # name → function, its result and its arguments
+    "utilization": ("nvmlDeviceGetUtilizationRates", _Utilization),
+    "memory": ("nvmlDeviceGetMemoryInfo", _Memory),
+    "temperature": ("nvmlDeviceGetTemperature", c_uint, 0),
+    "clock": ("nvmlDeviceGetClockInfo", c_uint, _SM_CLOCK),
+    "max_clock": ("nvmlDeviceGetMaxClockInfo", c_uint, _SM_CLOCK),
+    "power": ("nvmlDeviceGetPowerUsage", c_uint),
+    "throttled": ("nvmlDeviceGetCurrentClocksThrottleReasons", c_ulonglong),
+    "ecc_errors": ("nvmlDeviceGetTotalEccErrors", c_ulonglong, _UNCORRECTED, _SINCE_BOOT),
+}
+_READ: dict[str, Callable[[Any], Any]] = {  # others as they are
+    "utilization": lambda rates: rates.gpu / 100,
+    "memory": lambda memory: memory.used,
+    "power": lambda milliwatts: milliwatts.value / 1000,
+    "throttled": lambda bits: sorted({name for bit, name in _REASONS.items() if bits.value & bit}),
+}
+
+
 class Nvml:
     """One GPU."""
 
@@ -63,35 +81,14 @@ class Nvml:
         return None
 
     def sample(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        utilization = self._ask("nvmlDeviceGetUtilizationRates", _Utilization())
-        if utilization is not None:
-            found["utilization"] = utilization.gpu / 100
-        memory = self._ask("nvmlDeviceGetMemoryInfo", _Memory())
-        if memory is not None:
-            found["memory"] = memory.used
-        numbers = {
-            "temperature": self._ask("nvmlDeviceGetTemperature", c_uint(), c_uint(0)),
-            "clock": self._ask("nvmlDeviceGetClockInfo", c_uint(), c_uint(_SM_CLOCK)),
-            "max_clock": self._ask("nvmlDeviceGetMaxClockInfo", c_uint(), c_uint(_SM_CLOCK)),
-            "power": self._ask("nvmlDeviceGetPowerUsage", c_uint()),
-        }
-        found |= {name: number.value for name, number in numbers.items() if number is not None}
-        if "power" in found:
-            found["power"] /= 1000  # W
-        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", c_ulonglong())
-        if reasons is not None:
-            found["throttled"] = sorted({name for bit, name in _REASONS.items() if reasons.value & bit})
-        kind = (c_uint(_UNCORRECTED), c_uint(_SINCE_BOOT))
-        errors = self._ask("nvmlDeviceGetTotalEccErrors", c_ulonglong(), *kind)
-        if errors is not None:
-            found["ecc_errors"] = errors.value
-        return found
+        answers = {name: self._ask(*question) for name, question in _QUESTIONS.items()}
+        known = {name: answer for name, answer in answers.items() if answer is not None}
+        return {name: _READ[name](answer) if name in _READ else answer.value for name, answer in known.items()}
 
-    def _ask(self, function: str, result: Any, *arguments: Any) -> Any:
-        """`result` after the call, or None if NVML can't tell."""
-        call = getattr(self._library, function, None)
-        return result if call is not None and not call(self._handle, *arguments, byref(result)) else None
+    def _ask(self, function: str, kind: type[Any], *arguments: int) -> Any:
+        """A result of this kind, or None if NVML can't tell."""
+        call, result = getattr(self._library, function, None), kind()
+        return result if call is not None and not call(self._handle, *map(c_uint, arguments), byref(result)) else None
 
 
 class GpuStats:

@@ -32,7 +32,7 @@ from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.same_call import Agreement
 from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives
-from paceline.text import plural
+from paceline.text import listed, plural
 
 _KEPT = 8
 _SHOWN = 4
@@ -225,7 +225,7 @@ class Replicas:
         self._built[after] += 1
         trained = [self._names[number] for number in changed if flags[number]]
         frozen = [self._names[number] for number in changed if not flags[number]]
-        parts = [f"{self._some(names)} {verb}" for names, verb in ((trained, "unfrozen"), (frozen, "frozen")) if names]
+        parts = [f"{listed(names)} {verb}" for names, verb in ((trained, "unfrozen"), (frozen, "frozen")) if names]
         self._log.info(f"ddp: rebuilt, because requires_grad changed: {'; '.join(parts)}")
         self._rebuild()
         if self.warm_up is not None:
@@ -240,7 +240,7 @@ class Replicas:
         if self._unreduced and any(parameter.grad is not None for parameter in self._parameters):
             raise TrainError(
                 "requires-grad-in-step",
-                f"requires_grad of {self._some([self._names[number] for number in changed])} changed between "
+                f"requires_grad of {listed([self._names[number] for number in changed])} changed between "
                 "micro-batches of one step.",
                 why="gradients of the earlier ones are not reduced yet, and DDP would reduce only those of the new set",
                 fix="change requires_grad after an optimizer step, for example in a callback (on_step, on_epoch)",
@@ -258,10 +258,6 @@ class Replicas:
                 fix="change requires_grad on every rank and before the same step; not inside "
                 "`if trainer.is_main_process:`",
             )
-
-    def _some(self, names: list[str]) -> str:
-        rest = f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else ""
-        return ", ".join(names[:_SHOWN]) + rest
 
 
 class GradientMark(NamedTuple):

@@ -269,8 +269,7 @@ class Verdict:
                 self._changed[rank] = (post.serial, now)
         fresh = {rank: post for rank, post in posts.items() if post.ended or now - self._changed[rank][1] < _STALE}
         before, self._suspects = self._suspects, {rank: fresh[rank] for rank in find_stuck(fresh)}
-        moved = [rank for rank, post in self._suspects.items() if rank in before and before[rank].place != post.place]
-        if moved or before.keys() != self._suspects.keys():
+        if _places(before) != _places(self._suspects):
             self._confirmed = 0
         elif all(post.ended or post.serial > before[rank].serial for rank, post in self._suspects.items()):
             self._confirmed += 1
@@ -296,6 +295,10 @@ def _awaited(post: Posted, posts: dict[int, Posted]) -> set[int]:
         for rank, other in others.items()
         if not other.has_made(post.place) and post.place.group not in other.background
     }
+
+
+def _places(posts: dict[int, Posted]) -> dict[int, CallPlace]:
+    return {rank: post.place for rank, post in posts.items()}
 
 
 _check: CallCheck | None = None

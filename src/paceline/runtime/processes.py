@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -55,22 +56,35 @@ def fork() -> int:
     return process
 
 
+def run_forked(body: Callable[[], int | None]) -> int:
+    """Fork a process that exits with what `body` returns, or 1 after an exception. Returns its number."""
+    process = fork()
+    if process == 0:
+        status = 1
+        try:
+            status = body() or 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)  # whatever happens, this copy must not continue with the code of its parent
+    return process
+
+
 def call_in_child(function: Callable[[], Any]) -> Any:
     """What a function returns in a forked process, as JSON: one that may start threads or initialize CUDA, after which
     this process could not fork any more. An exception is a RuntimeError here, unless it has a code."""
     receiving, sending = os.pipe()
-    process = fork()
-    if process == 0:
-        answer: dict[str, Any] = {}
+
+    def answer() -> None:
         try:
-            answer = {"value": function()}
+            found: dict[str, Any] = {"value": function()}
         except PacelineError as error:
-            answer = {"error": error.to_dict()}
+            found = {"error": error.to_dict()}
         except BaseException as error:
-            answer = {"raised": str(error) or type(error).__name__}
-        finally:
-            os.write(sending, json.dumps(answer).encode())
-            os._exit(0)
+            found = {"raised": str(error) or type(error).__name__}
+        os.write(sending, json.dumps(found).encode())
+
+    process = run_forked(answer)
     os.close(sending)
     with os.fdopen(receiving, "rb") as pipe:
         text = pipe.read()

@@ -46,9 +46,12 @@ class RecipeTrials:
         from paceline.train.factory import check
 
         first = {parameter.key: parameter.extremes[0] for parameter in space}
-        for parameter in space:
+        for key, parameter in zip(first, space, strict=True):
+            if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
+                raise SearchError(
+                    "bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it"
+                )
             for value in parameter.extremes:
-                self._require_key(parameter.key)
                 check(self.config({**first, parameter.key: value}), ranks)
         _require_metric(self.config(first, run=False, quiet=True), metric)
 
@@ -63,10 +66,6 @@ class RecipeTrials:
         config = self.config(trial.params, **more)
         spec = replace(self._spec, run=str(folder.path), resume="auto")
         return dispatch(_workload(config), slot.options(spec), ["train"])
-
-    def _require_key(self, key: str) -> None:
-        if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
-            raise SearchError("bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it")
 
 
 def _workload(config: Config) -> Workload:

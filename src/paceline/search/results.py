@@ -38,7 +38,7 @@ def summary(study: Study, shown: int = _SHOWN) -> str:
             str(each.steps),
             format_duration(each.seconds),
             sparkline([each.values[step] for step in sorted(each.values)], _CURVE_WIDTH, scale),
-            *(_short(each.params.get(key)) for key in keys),
+            *(f"{value:.4g}" if isinstance(value := each.params.get(key), float) else str(value) for key in keys),
         ]
         for each in listed
     ]
@@ -98,7 +98,3 @@ def _counts(trials: Sequence[Trial]) -> str:
     steps = sum(each.steps for each in trials)
     listed = ", ".join(f"{number} {state}" for number, state in counted if number)
     return f"{plural(len(trials), 'trial')}: {listed}; {plural(steps, 'step')}"
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -77,7 +77,7 @@ class Parameter:
             return self
         most = 2 if self.kind in ("log", "logint") else 3
         kinds = (int,) if self.kind in ("int", "logint") else (int, float)
-        if not 2 <= len(values) <= most or not all(_is_number(value, kinds) for value in values):
+        if not 2 <= len(values) <= most or not all(type(each) in kinds and math.isfinite(each) for each in values):
             raise _bad(self.key, f"{self} does not fit", fix=expected)
         if not values[0] < values[1]:
             raise _bad(self.key, f"in {self}, the lower bound is not below the upper bound", fix=expected)
@@ -194,11 +194,6 @@ def _parsed(key: str, text: str) -> list[Any]:
         return list(files.parse_value(f"[{text}]", key))
     except ConfigError as error:
         raise _bad(key, error.what.rstrip("."), fix=_FIX) from None
-
-
-def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
-    is_number = isinstance(value, kinds) and not isinstance(value, bool)
-    return is_number and math.isfinite(float(value))
 
 
 def _bad(key: str, problem: str, *, fix: str) -> SearchError:

@@ -20,6 +20,8 @@ from torch import Tensor
 from paceline.sync.compression import BucketSlices, Compression, KeptTensor, NamedState, StepEnd, add_unscaled
 from paceline.sync.exchange import Collectives, Exchange, Scratch, wait_for
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class CastCompression(Compression):
     def __init__(self, exchange: Exchange, dtype: torch.dtype) -> None:

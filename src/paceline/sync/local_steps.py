@@ -37,7 +37,7 @@ from torch import Tensor
 from paceline.config.sections import SyncSection
 from paceline.models.weights import checksum
 from paceline.runtime import collectives
-from paceline.sync.casts import cast_mean, int8_mean
+from paceline.sync.casts import DTYPES, cast_mean, int8_mean
 from paceline.sync.exchange import Exchange
 
 Kinds = dict[str, dict[str, Tensor]]  # `weights`, `momentum`: tensors by name
@@ -288,9 +288,6 @@ def _mark(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 class OuterState:
     """Outer weights, momentum and error feedback of tensors of one dtype. `weights` are equal on all replicas now."""
 
@@ -332,7 +329,7 @@ class OuterState:
             feedback.copy_(lost)
             return mean
         if self._compress is not None:
-            return cast_mean(change, _DTYPES[self._compress], self._exchange)
+            return cast_mean(change, DTYPES[self._compress], self._exchange)
         return plain_mean(change, self._exchange)
 
     def _nesterov(self, piece: slice, outer: Tensor, change: Tensor) -> Tensor:

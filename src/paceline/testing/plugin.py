@@ -48,10 +48,12 @@ class Resources:
 
 
 def snapshot() -> Resources:
-    environment = sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED)
+    from paceline.diagnose.stacks import children_of  # not while pytest starts
+
+    variables = sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED)
     distributed = sys.modules.get("torch.distributed")
-    has_group = distributed is not None and bool(distributed.is_initialized())
-    return Resources(_children(), _listening_ports(), tuple(environment), has_group)
+    group_open = distributed is not None and bool(distributed.is_initialized())
+    return Resources(frozenset(children_of(os.getpid())), _listening_ports(), tuple(variables), group_open)
 
 
 def find(before: Resources, timeout: float = 2.0) -> list[str]:
@@ -74,16 +76,6 @@ def _difference(before: Resources, after: Resources) -> list[str]:
     if after.group_open and not before.group_open:
         left.append("a process group is still open")
     return left
-
-
-def _children() -> frozenset[int]:
-    found: set[int] = set()
-    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
-        try:
-            found.update(int(child) for child in path.read_text().split())
-        except OSError:
-            continue  # the thread has exited
-    return frozenset(found)
 
 
 def _listening_ports() -> frozenset[int]:

@@ -25,7 +25,7 @@ import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 
 from paceline.runtime import collectives, environment
-from paceline.runtime.processes import before_shutdown, fork, keep_gloo_from_preempting
+from paceline.runtime.processes import before_shutdown, keep_gloo_from_preempting, run_forked
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -84,24 +84,13 @@ def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0)
     """
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
         folder = Path(name)
-        processes = {rank: _fork(rank, number, body, folder) for rank in range(number)}
+        sys.stdout.flush()
+        sys.stderr.flush()
+        runs = {rank: functools.partial(_run_rank, rank, number, body, folder) for rank in range(number)}
+        processes = {rank: run_forked(run) for rank, run in runs.items()}
         codes = _wait(processes, timeout)
         if any(code != 0 for code in codes.values()):
             raise RankFailure(_report(codes, folder, timeout))
-
-
-def _fork(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    process = fork()
-    if process == 0:
-        code = 1
-        try:
-            code = _run_rank(rank, number, body, folder)
-        finally:
-            # This copy of the test process must not continue with the next test.
-            os._exit(code)
-    return process
 
 
 def _run_rank(rank: int, number: int, body: Callable[[], Any], folder: Path) -> int:

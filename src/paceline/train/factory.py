@@ -62,10 +62,6 @@ REGISTRIES: dict[str, Registry[Any, Any]] = {"model": MODELS, "data": DATASETS}
 MetricsLike = Mapping[str, Any] | Sequence[str] | str | None
 
 
-def _call(function: Callable[[], Any]) -> Any:
-    return function()
-
-
 def import_component(config: Config, key: str) -> None:
     """Import the model or dataset of a recipe, if it is of the user's own code."""
     section: NamedSection | None = getattr(config, key)
@@ -73,7 +69,9 @@ def import_component(config: Config, key: str) -> None:
         REGISTRIES[key].import_own(section.name, config.code)
 
 
-def settle(config: Config, ask: Callable[[Callable[[], Any]], Any] = _call) -> tuple[Config, list[str]]:
+def settle(
+    config: Config, ask: Callable[[Callable[[], Any]], Any] = lambda function: function()
+) -> tuple[Config, list[str]]:
     """The recipe without options of a model or dataset that an override has replaced by one that does not have them,
     and what to say about it. `ask` calls functions that may import code of the user."""
     changes, notes = dict[str, NamedSection](), list[str]()

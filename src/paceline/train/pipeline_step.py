@@ -146,7 +146,7 @@ class PipelineStepper(Stepper):
         if micro.last:
             if self.data_weighted:
                 self._start_weight_reduction(micro, self._device)
-            self._pipeline.reduce_tied(self._gradient_of)
+            self._pipeline.reduce_tied(lambda name: self._module.model.get_parameter(name).grad)
         return loss
 
     def run_zero_weight(self, micro: MicroBatch) -> Tensor | float | None:
@@ -222,9 +222,6 @@ class PipelineStepper(Stepper):
         self._parts = []
         self.losses.append((loss, weight))
         return loss
-
-    def _gradient_of(self, name: str) -> Tensor | None:
-        return self._module.model.get_parameter(name).grad
 
     def forward(self, micro: MicroBatch) -> Any:
         raise LayoutError(

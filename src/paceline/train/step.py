@@ -236,8 +236,10 @@ class Stepper:
     def _share(self, micro: MicroBatch, weight: Tensor | float, mean: Tensor) -> Tensor:
         """The gradient that the backward of a mean starts from: its weight, relative to the nominal one."""
         if self._alone and self._mean_weight is None:
-            self._mean_weight = _positive(weight)
-            if not isinstance(weight, Tensor):  # without a target that counts, a penalty has no weight either
+            if isinstance(weight, Tensor):
+                self._mean_weight = torch.where(weight > 0, weight, 1.0)
+            else:  # without a target that counts, a penalty has no weight either
+                self._mean_weight = weight if weight > 0 else 1.0
                 return self._seed(1.0 if weight > 0 else 0.0, mean)
         if not self._alone and not self._from_global:
             self._mean_weight = micro.step_samples * self.per_sample
@@ -345,12 +347,6 @@ def _other_total(factor: float) -> TrainError:
         "the weight of all of them is known only after their backwards",
         fix="set accumulate=1, or make what depends on the size of these gradients linear",
     )
-
-
-def _positive(weight: Tensor | float) -> Tensor | float:
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, weight, 1.0)
-    return weight if weight > 0 else 1.0
 
 
 def zero_without_weight(loss: Tensor, weight: Tensor | float) -> Tensor:

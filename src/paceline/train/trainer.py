@@ -347,14 +347,12 @@ class Trainer(TrainerMethods, MethodHints):
             poll=poll,
             on_nonfinite=partial(self._nonfinite, loader),
         )
-        nothing_left = max_steps is not None and self.step_count >= max_steps
 
         def micros() -> Iterator[MicroBatch]:
             assert self._loaders.plan is not None
-            groups = self._loaders.plan.groups
-            if nothing_left:
+            if max_steps is not None and self.step_count >= max_steps:
                 return iter(())
-            checked = first_step.checked_micros(engine, loader, recorder, groups, epochs)
+            checked = first_step.checked_micros(engine, loader, recorder, self._loaders.plan.groups, epochs)
             with recorder.paused():
                 self._policy.try_once(val, self._measure)
             return checked

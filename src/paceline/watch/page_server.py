@@ -32,7 +32,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from paceline.watch import page_values, report
 from paceline.watch.live_run import LiveRun
-from paceline.watch.page_values import log_lines
 from paceline.watch.plain_text import clean
 from paceline.watch.watched_runs import WatchedRuns
 
@@ -156,10 +155,6 @@ def _number(query: Query, name: str, most: int) -> int:
     return min(int(text), most)
 
 
-def _answer_run(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    return page_values.changes(_run(runs, query), query.get("cursor", ""), query.get("about", ""))
-
-
 def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:
     low, high = (_number(query, name, _MAX_STEP) for name in ("low", "high"))
     run = _run(runs, query)
@@ -167,22 +162,19 @@ def _answer_curves(runs: WatchedRuns, query: Query) -> dict[str, Any]:
         return page_values.curves(run, low, high)
 
 
-def _answer_log(runs: WatchedRuns, query: Query) -> dict[str, Any]:
-    rank = _number(query, "rank", 1 << 20)
-    return log_lines(_run(runs, query).folder, rank, query.get("search", "")[:200])
-
-
-def _answer_image(runs: WatchedRuns, query: Query) -> bytes:
-    return page_values.image_bytes(_run(runs, query).folder, query.get("name", ""), _number(query, "step", _MAX_STEP))
-
-
 _ANSWERS: dict[str, Callable[[WatchedRuns, Query], Any]] = {
     "/api/runs": lambda runs, query: runs.listed(_number(query, "known", _MAX_STEP) if "known" in query else 0),
     "/api/sweep": lambda runs, query: runs.sweep(),
-    "/api/run": _answer_run,
+    "/api/run": lambda runs, query: page_values.changes(
+        _run(runs, query), query.get("cursor", ""), query.get("about", "")
+    ),
     "/api/curves": _answer_curves,
     "/api/ranks": lambda runs, query: page_values.ranks(_run(runs, query), query.get("known", "")),
     "/api/media": lambda runs, query: page_values.media(_run(runs, query).folder, query.get("known", "")),
-    "/api/image": _answer_image,
-    "/api/log": _answer_log,
+    "/api/image": lambda runs, query: page_values.image_bytes(
+        _run(runs, query).folder, query.get("name", ""), _number(query, "step", _MAX_STEP)
+    ),
+    "/api/log": lambda runs, query: page_values.log_lines(
+        _run(runs, query).folder, _number(query, "rank", 1 << 20), query.get("search", "")[:200]
+    ),
 }

@@ -22,6 +22,7 @@ from paceline.run import regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.jsonl import Record
 from paceline.text import plural
+from paceline.watch.metric_series import rounded
 
 _MAX_RANKS = 4096
 _MAX_RECORDS = 160_000  # of all ranks: 9 MB, and half a second
@@ -157,7 +158,9 @@ class RankStatistics:
         rows["relative"] = _relative(rows["own_time"])
         rows["collectives"] = _waiting(rows, batch)
         known = {name: found for name, found in rows.items() if any(value for row in found for value in row)}
-        shown = {name: [[_short(value) for value in row] for row in found] for name, found in known.items()}
+        shown = {
+            name: [[value and rounded(value, 4) for value in row] for row in found] for name, found in known.items()
+        }
         return {"ranks": ranks, "steps": edges, "rows": shown, "sampled": self.is_sampled}
 
     def _cells(self, rank: int, column: int, edges: Sequence[float]) -> list[float | None]:
@@ -197,7 +200,3 @@ def _waiting(rows: dict[str, Rows], batch: int | None) -> Rows:
                 cells.append(max(0.0, 1 - busy * speed / batch - wait))
         found.append(cells)
     return found
-
-
-def _short(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

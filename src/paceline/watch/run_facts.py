@@ -63,7 +63,9 @@ class RunFacts:
         """When the run last told something."""
         times = [event["time"] for event in self.events[-1:]]
         times += [value for value in self.metrics["time"].values[-1:] if abs(value) < 1e12]
-        return max(times, default=0.0) or _modified(self.folder)
+        folder = self.folder
+        files = (folder.metrics, folder.ledger, folder.config, folder.path)
+        return max(times, default=0.0) or max(map(file_stamp, files))[0] / 1e9
 
     def goodput(self) -> Goodput | None:
         """Where the time went; None if the ledger does not tell."""
@@ -88,8 +90,9 @@ def read_other_facts(folder: RunFolder, metrics: RunMetrics) -> RunFacts:
     """All facts, where the metrics are known already."""
     events, problems = read_events(folder)
     beats = {} if folder.logs.is_symlink() else heartbeat.read(folder)
-    state = find_state(folder, events)
-    return RunFacts(folder, state, events, metrics, beats, _read_derived(folder), [*problems, *metrics.problems])
+    state, entries = find_state(folder, events), read_object(folder.derived).items()
+    derived = {name: entry.get("value") for name, entry in entries if isinstance(entry, dict)}
+    return RunFacts(folder, state, events, metrics, beats, derived, [*problems, *metrics.problems])
 
 
 def read_events(folder: RunFolder) -> tuple[list[Event], list[str]]:
@@ -110,15 +113,6 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _read_derived(folder: RunFolder) -> dict[str, Any]:
-    entries = read_object(folder.derived)
-    return {name: entry.get("value") for name, entry in entries.items() if isinstance(entry, dict)}
-
-
-def _modified(folder: RunFolder) -> float:
-    return max(map(file_stamp, (folder.metrics, folder.ledger, folder.config, folder.path)))[0] / 1e9
 
 
 def file_stamp(path: Path) -> tuple[int, int]:

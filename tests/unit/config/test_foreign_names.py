@@ -46,7 +46,7 @@ def test_every_setting_that_a_hint_quotes_exists() -> None:
         for quoted in hint.split("`")[1::2]:
             section, _, key = quoted.partition("=")[0].partition(".")
             kind = Config.model_fields.get(section)
-            assert kind or section in ("optimizer", "callbacks", "metrics", "device"), quoted
+            assert kind or section in ("optimizer", "callbacks", "metrics", "device", "collate_fn"), quoted
             assert not key or key in type(kind.default).model_fields, quoted
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import forked
+from paceline.runtime import environment
 from paceline.train.rank_poll import Signals, decode, encode
 
 HEAD = """
@@ -159,6 +160,4 @@ def test_a_program_that_imports_ipython_is_not_interactive() -> None:
     import ipykernel  # noqa: F401
     import IPython  # noqa: F401
 
-    from paceline.train.rank_poll import _is_interactive
-
-    assert not _is_interactive()
+    assert not environment.is_interactive()

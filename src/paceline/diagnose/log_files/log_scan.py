@@ -27,7 +27,7 @@ import re
 import stat
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,19 +107,15 @@ def read(file: BinaryIO, name: str, size: int | None) -> Iterator[LogLine]:
     """The lines that may tell of a failure. `size`: in bytes, or None if the end can't be sought."""
     rank = rank_of_file(name)
     lines = enumerate(_lines(file), 1) if size is not None and size <= SMALL else _near_words(file, size)
-    for number, line in _different(lines):
-        yield parse(name, number, line.decode("utf-8", "replace"), rank)
+    is_new = _novelty()  # not one of many repetitions that differ in their numbers only, such as progress
+    for number, line in lines:
+        if is_new(shown := _shown(line)):
+            yield parse(name, number, shown.decode("utf-8", "replace"), rank)
 
 
 def _lines(file: BinaryIO) -> Iterator[bytes]:
     for block in _blocks(file):
         yield from block.split(b"\n")[: -1 if block.endswith(b"\n") else None]
-
-
-def _different(lines: Iterable[Numbered]) -> Iterator[Numbered]:
-    """Without the many repetitions of a line that differ in their numbers only, such as progress."""
-    is_new = _novelty()
-    return ((number, shown) for number, line in lines if is_new(shown := _shown(line)))
 
 
 def _shown(line: bytes) -> bytes:

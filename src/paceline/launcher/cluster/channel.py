@@ -255,10 +255,6 @@ def _read_token(path: Path) -> str:
 
 def _checked(token: str, where: str, fix: str) -> str:
     if len(token) < _MIN_TOKEN_LENGTH:
-        raise LaunchError(
-            "open-token",
-            f"The token in {where} is shorter than {_MIN_TOKEN_LENGTH} characters.",
-            why="a short token can be guessed",
-            fix=fix,
-        )
+        what = f"The token in {where} is shorter than {_MIN_TOKEN_LENGTH} characters."
+        raise LaunchError("open-token", what, why="a short token can be guessed", fix=fix)
     return token

@@ -109,7 +109,8 @@ class Coordinator:
             except ChannelClosed as closed:
                 self._disconnect(channel, closed)
             except Exception as error:  # an invalid message ends its connection, never the coordinator
-                self._disconnect(channel, InvalidMessage(_first_line(error)))
+                reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+                self._disconnect(channel, InvalidMessage(reason))
         self._check_heartbeats()
         self._advance()
 
@@ -393,7 +394,3 @@ class Coordinator:
         except ChannelClosed as error:
             if member.channel in self._members:
                 self._drop(member, f"not reachable ({error})")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -32,7 +31,7 @@ from paceline.launcher.local.single_node import launch_single_node
 from paceline.launcher.local.start import prepare_environment
 from paceline.launcher.workload import Workload, choose_ranks
 from paceline.runtime.network import LOOPBACK, is_loopback, listen, own_addresses_of, require_known
-from paceline.runtime.processes import fork, set_title
+from paceline.runtime.processes import run_forked, set_title
 from paceline.text import plural
 
 
@@ -133,21 +132,15 @@ def _is_hosted(master: Endpoint, token: str) -> bool:
 def _hosted(listener: socket.socket, token: str, spec: LaunchSpec, wanted: Fingerprint) -> Iterator[None]:
     """Run the coordinator in its own process, until all nodes know how the job ended."""
     theirs, ours = os.pipe()
-    process = fork()
-    if process == 0:
-        status = 1
-        try:
-            set_title("paceline: coordinator", "pl-coordinator")
-            os.close(ours)
-            assert spec.master is not None
-            store_port = spec.master.port + 1
-            _host(Coordinator(listener, token, spec, lambda message: None, wanted, store_port=store_port), theirs)
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-            raise
-        finally:
-            os._exit(status)
+
+    def host() -> None:
+        set_title("paceline: coordinator", "pl-coordinator")
+        os.close(ours)
+        assert spec.master is not None
+        store_port = spec.master.port + 1
+        _host(Coordinator(listener, token, spec, lambda message: None, wanted, store_port=store_port), theirs)
+
+    process = run_forked(host)
     os.close(theirs)
     listener.close()
     try:

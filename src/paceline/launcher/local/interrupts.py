@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -43,11 +43,8 @@ class Interrupts:
         self.is_second = False  # whether Ctrl-C was pressed again
 
     def install(self) -> None:
-        """Call before ranks are started. Python allows signal handlers in the main thread only."""
-        if threading.current_thread() is threading.main_thread():
-            for number in HANDLED:
-                if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
-                    signal.signal(number, self._heard)
+        """Call before ranks are started."""
+        _handle(HANDLED, self._heard)
 
     def attach(self, ranks: RankProcesses | None) -> None:
         """Signals go to these ranks, also one received while they were started; to nobody after that."""
@@ -89,7 +86,8 @@ class Interrupts:
             self.is_second = True
             self.kill()
         elif number == signal.SIGINT:
-            _write(_INTERRUPTED)
+            with suppress(OSError):  # the screen may be gone
+                os.write(2, _INTERRUPTED)  # Python's streams are not reentrant in a signal handler
             self.send(number, except_group=os.getpgrp() if self._group_heard() else -1)
         else:
             self._set_deadline(number)
@@ -111,19 +109,12 @@ class Interrupts:
             self._ranks.send(number, except_group)
 
 
-def _write(text: bytes) -> None:
-    """Bypass Python's streams, which are not reentrant in a signal handler."""
-    try:
-        os.write(2, text)
-    except OSError:
-        return  # the screen is gone
-
-
 @contextmanager
 def noted(*numbers: int) -> Iterator[list[int]]:
     """Record these signals, by default those that end a run."""
     heard: list[int] = []
-    with _handled(lambda number, frame: heard.append(number), numbers or HANDLED[:4]):
+    with restored(*(numbers or HANDLED[:4])) as handled:
+        _handle(handled, lambda number, frame: heard.append(number))
         yield heard
 
 
@@ -134,30 +125,24 @@ def as_exceptions() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with _handled(leave, HANDLED[:4]):
+    with restored(*HANDLED[:4]) as handled:
+        _handle(handled, leave)
         yield
+
+
+def _handle(numbers: Collection[int], handler: Callable[[int, FrameType | None], object]) -> None:
+    if threading.current_thread() is threading.main_thread():  # Python allows signal handlers in no other
+        for number in numbers:
+            if signal.getsignal(number) != signal.SIG_IGN:  # keep signals ignored by nohup
+                signal.signal(number, handler)
 
 
 @contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None], numbers: Collection[int]) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    kept = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]  # keep nohup
-    before = {number: signal.signal(number, handler) for number in kept}
+def restored(*numbers: int) -> Iterator[Collection[int]]:
+    """Restore signal handlers after the block, by default all that `Interrupts` sets. Yields their signals."""
+    before = {number: signal.getsignal(number) for number in numbers or HANDLED}
     try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-
-
-@contextmanager
-def restored() -> Iterator[None]:
-    """Restore signal handlers after the block, in which `Interrupts` sets its own."""
-    before = {number: signal.getsignal(number) for number in HANDLED}
-    try:
-        yield
+        yield before.keys()
     finally:
         for number, handler in before.items():
             if handler is None:

@@ -17,6 +17,7 @@ from paceline.optim.ema import Ema
 from paceline.parallel.shards import local_shard
 from paceline.run.folder import CONFIG
 from paceline.runtime.serialization import to_json
+from paceline.text import listed
 from paceline.train.engine import Engine
 
 Shape = tuple[int, ...]
@@ -124,12 +125,8 @@ def require_same_names(source: Path, own: Mapping[str, Shape], saved: Mapping[st
         ],
     }
     if any(found.values()):
-        raise other_model(source, "; ".join(f"{kind}: {_listed(names)}" for kind, names in found.items() if names))
-
-
-def _listed(names: list[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} others" if len(names) > _SHOWN else "")
+        shown = (f"{kind}: {listed(sorted(names), _SHOWN)}" for kind, names in found.items() if names)
+        raise other_model(source, "; ".join(shown))
 
 
 def other_model(source: Path, difference: str) -> CheckpointError:

@@ -172,7 +172,7 @@ class CompressionState(ShardedStateful):
     """The state of `sync.compress`. A checkpoint without it leaves no error feedback."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._own_prefix = engine, _prefix(COMPRESSION, engine.world.rank_info.rank)
 
     def sharded_state(self) -> ShardedState:
         compression, state = self._engine.compression, ShardedState()
@@ -181,10 +181,6 @@ class CompressionState(ShardedStateful):
             own = {self._own_prefix + name: each for name, each in compression.local_state().items()}
             state.tensors = {path: LocalShard(tensor) for path, tensor in {**common, **own}.items()}
         return state
-
-    @property
-    def _own_prefix(self) -> str:
-        return _prefix(COMPRESSION, self._engine.world.rank_info.rank)
 
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         manifest, rank, ranks = checkpoint.manifest, self._engine.world.rank_info.rank, self._engine.world.size
@@ -237,13 +233,9 @@ class HookState(ShardedStateful):
     """The `comm_state` of the user's communication hook, if it has `state_dict` and `load_state_dict`."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._own_prefix = engine, _prefix(COMM_STATE, engine.world.rank_info.rank)
         hook = engine.comm_hook
         self._part = hook.state if hook is not None and is_saved(hook) and engine.world.size > 1 else None
-
-    @property
-    def _own_prefix(self) -> str:
-        return _prefix(COMM_STATE, self._engine.world.rank_info.rank)
 
     def sharded_state(self) -> ShardedState:
         tensors: dict[str, Tensor] = {}
