@@ -8,6 +8,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,15 +22,14 @@ from worlds import run_on_ranks
 SAMPLES = 48
 
 
-def split_by_node() -> None:
-    """A stage of a pipeline of webdataset, which is known by this name."""
+SPLIT_BY_NODE = SimpleNamespace(__name__="split_by_node")  # a stage of webdataset's pipelines
 
 
 class Split(IterableDataset[torch.Tensor]):
     """As a webdataset that is split by node and by worker."""
 
     def __init__(self) -> None:
-        self.pipeline = [split_by_node]
+        self.pipeline = [SPLIT_BY_NODE]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         own = range(SAMPLES)[paceline.dist.rank() :: paceline.dist.world()]

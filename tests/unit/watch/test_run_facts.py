@@ -33,7 +33,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     assert facts.problems == [
         "ledger.jsonl is missing: state and times are unknown", "metrics.jsonl is missing: no metrics",
     ]  # fmt: skip
-    assert facts.updated == tmp_path.stat().st_mtime
+    assert facts.updated == tmp_path.stat().st_mtime_ns / 1e9
 
 
 def test_heartbeats_are_ahead_of_the_metrics_of_a_running_run(tmp_path: Path) -> None:
