@@ -118,7 +118,7 @@ def read(folder: Path, said: str) -> Seen:
         page = {"head": page_values.head(live), "about": page_values.about(live)}
         values = json.loads(_printed(lambda: runs.show(name, json=True)))
         line = next(each for each in listed if each["name"] == name)
-        told = _printed(lambda: explain.explain(f"runs/{name}"))
+        told = _printed(lambda: explain.explain(name))
         return Seen(said, state_text(line), _printed(lambda: runs.show(name)), page, values, told, found)
 
 

@@ -25,16 +25,23 @@ app = typer.Typer(help="List, inspect, verify and export checkpoints.", no_args_
 
 _COLUMNS, _GROUPS = 80, 10  # of a screen of 24 lines
 
-Where = Annotated[
-    Path, typer.Argument(metavar="PATH", help="a run folder, its checkpoints folder, a checkpoint, or a pointer to one")
-]
+
+
+def _path(given: str) -> Path:
+    """A path, or one below runs/."""
+    path = Path(given)
+    return ROOT / path if not path.exists() and (ROOT / path).exists() else path
+
+
+_WHERE = "a run, its checkpoints folder, a checkpoint, or a pointer to one"
+Where = Annotated[Path, typer.Argument(metavar="PATH", help=_WHERE, parser=_path)]
 Best = Annotated[bool, typer.Option("--best", help="the best checkpoint of the run (save_best), not the newest")]
 
 
 @app.command("ls", epilog=examples("checkpoint ls", "checkpoint ls runs/gpt"))
 def ls(
     path: Annotated[
-        Path, typer.Argument(metavar="[PATH]", help="a run folder, or a folder of run folders; default: runs/")
+        Path, typer.Argument(metavar="[PATH]", help="a run, or a folder of runs; default: runs/", parser=_path)
     ] = ROOT,
     as_json: Json = False,
 ) -> None:
@@ -137,7 +144,7 @@ def _found(path: Path) -> list[Found]:
 
     path = directory.follow_pointer(path)
     if not path.exists():
-        raise CheckpointError("missing", f"Folder {path} does not exist.", fix="pass a run folder, e.g. runs/gpt")
+        raise CheckpointError("missing", f"Folder {path} does not exist.", fix="pass a run, e.g. gpt or runs/gpt; paceline ls lists them")
     if (path / manifest.NAME).exists():
         try:
             return [directory.Found(path, reader.open_checkpoint(path).manifest)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import stat
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ import typer
 
 from paceline.cli.options import examples
 from paceline.errors import PacelineError
-from paceline.run.folder import RunFolder
+from paceline.run.folder import ROOT, RunFolder
 
 EXAMPLES = examples(
     "explain", "explain nccl", "explain config.unknown-key", "explain train.log", "explain runs/gpt", "explain -"
@@ -29,9 +30,9 @@ def explain(
     subject: Annotated[
         str,
         typer.Argument(
-            metavar="[CODE | LOGFILE | FOLDER | -]",
-            help="a code such as config.unknown-key, or a family of codes; the log of any PyTorch run, a folder with "
-            "the logs of its ranks, or - for standard input; default: list all codes",
+            metavar="[CODE | RUN | LOGFILE | FOLDER | -]",
+            help="a code such as config.unknown-key, or a family of codes; a run; the log of any PyTorch run, a folder "
+            "with the logs of its ranks, or - for standard input; default: list all codes",
             autocompletion=_codes,
         ),
     ] = "",
@@ -42,19 +43,18 @@ def explain(
     The exit status is 1 if a log has a failure that is not in the catalog."""
     from paceline.diagnose import catalog
     from paceline.diagnose.log_files import log_scan, verdict
-    from paceline.watch import run_facts, run_list, run_screen
+    from paceline.watch import run_facts, run_screen
 
     ended: list[str] = []
     values: dict[str, object] = {}
-    if subject != "-" and _is_log(subject) and run_list.is_run(Path(subject)):
-        facts = run_facts.read_facts(RunFolder(Path(subject)), quick=True)
+    if run := _run_named(subject):
+        facts = run_facts.read_facts(run, quick=True)
         ended, end = run_screen.verdict(facts) or [f"{facts.name}: {facts.state}"], facts.state.end
         values = {"state": facts.state.name, "end": None if end is None else asdict(end)}
         found = verdict.explain_text("\n".join(ended[1:]))
         if end is not None and end.state == "failed" and found.code in ("unknown", "none"):
-            found = (
-                verdict.explain_log(subject) if log_scan.log_files(Path(subject)) else replace(found, code="unknown")
-            )
+            has_logs = log_scan.log_files(run.path)
+            found = verdict.explain_log(str(run.path)) if has_logs else replace(found, code="unknown")
     elif subject == "-" or _is_log(subject):
         found = verdict.explain_log(subject)
     elif any(map(str.isspace, subject)):
@@ -67,6 +67,19 @@ def explain(
     else:
         print("\n".join([*ended, *([] if ended and found.line is None else [verdict.describe(found)])]))
     raise typer.Exit(1 if found.code == "unknown" else 0)
+
+
+def _run_named(subject: str) -> RunFolder | None:
+    """The run at a path, or with a name that nothing else has."""
+    from paceline.diagnose import catalog
+    from paceline.watch.run_list import is_run
+
+    if not subject or subject == "-" or any(f"{code}.".startswith(f"{subject}.") for code in catalog.pages()):
+        return None
+    with suppress(OSError):  # a message may be too long for a name
+        place = Path(subject) if Path(subject).exists() else ROOT / subject
+        return RunFolder(place) if is_run(place) else None
+    return None
 
 
 def _is_log(subject: str) -> bool:

@@ -55,7 +55,7 @@ def test_ls_shows_the_newest_first_with_what_each_is(run: Any, checkpoints: Path
         assert all(part in line for part in (*parts, "4 ranks, shard 2, tensor 2, bf16", "sizes ok"))
 
 
-@pytest.mark.parametrize("path", ["runs", "runs/gpt", "runs/gpt/checkpoints"])
+@pytest.mark.parametrize("path", ["runs", "runs/gpt", "runs/gpt/checkpoints", "gpt"])
 def test_ls_takes_runs_a_run_or_its_checkpoints(run: Any, checkpoints: Path, path: str) -> None:
     text, _ = run("ls", path, "--json")
     assert [(each["step"], each["marks"], each["problem"]) for each in json.loads(text)] == [

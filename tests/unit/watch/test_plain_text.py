@@ -29,6 +29,7 @@ def test_an_unfinished_sequence_is_removed() -> None:
 def test_long_text_is_cut() -> None:
     assert clean("x" * 1000, 10) == "x" * 9 + "…"
     assert clean_lines("1\n\n  2\n3\n4", 2) == ["1", "  2", "…"]
+    assert clean_lines("    at = here\n         ^^^^", 2) == ["    at = here", "         ^^^^"]
 
 
 @pytest.mark.parametrize(
