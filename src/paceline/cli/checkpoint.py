@@ -26,7 +26,6 @@ app = typer.Typer(help="List, inspect, verify and export checkpoints.", no_args_
 _COLUMNS, _GROUPS = 80, 10  # of a screen of 24 lines
 
 
-
 def _path(given: str) -> Path:
     """A path, or one below runs/."""
     path = Path(given)
@@ -144,7 +143,8 @@ def _found(path: Path) -> list[Found]:
 
     path = directory.follow_pointer(path)
     if not path.exists():
-        raise CheckpointError("missing", f"Folder {path} does not exist.", fix="pass a run, e.g. gpt or runs/gpt; paceline ls lists them")
+        fix = "pass a run, e.g. gpt or runs/gpt; paceline ls lists them"
+        raise CheckpointError("missing", f"Folder {path} does not exist.", fix=fix)
     if (path / manifest.NAME).exists():
         try:
             return [directory.Found(path, reader.open_checkpoint(path).manifest)]

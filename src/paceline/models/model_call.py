@@ -177,10 +177,12 @@ def _choose_for_sequence(model: nn.Module, batch: Any) -> tuple[str, ModelCall]:
         p for p in inspect.signature(model.forward).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
-    required = sum(p.default is p.empty for p in positional)
-    if len(batch) == required:
-        return f"model(*batch), {required} arguments", lambda model, batch: model(*batch)
-    if required < len(batch) <= len(positional):
+    required, given = sum(p.default is p.empty for p in positional), len(batch)
+    is_optional = required < given <= len(positional)
+    # Whose last argument is a target: no model takes a list of inputs and targets as its input.
+    if given == required or (is_optional and positional[given - 1].name in _TARGETS):
+        return f"model(*batch), {given} arguments", lambda model, batch: model(*batch)
+    if is_optional:
         raise TrainError(
             "ambiguous-batch",
             f"Ambiguous batch: {_describe(batch)}, while forward() takes {required} to {len(positional)} arguments.",
@@ -195,10 +197,16 @@ def _call_with_batch(model: Any, batch: Any) -> Any:
     try:
         return model(batch)
     except TypeError as error:
+        advice = (
+            "For (input, target) batches pass criterion=… to the Trainer; if forward() returns a dict, "
+            "loss_fn=lambda model, batch: criterion(model(batch[0])[key], batch[1])"
+        )
+        if isinstance(batch, Mapping):
+            names = ", ".join(inspect.signature(model.forward).parameters)
+            advice = f"Name the keys ({', '.join(map(str, batch))}) like the parameters of forward() ({names})"
         error.add_note(
             f"paceline: without a criterion, the model is called with the batch, {_describe(batch)}, as its only "
-            "argument. For (input, target) batches pass criterion=… to the Trainer; if forward() returns a dict, "
-            "loss_fn=lambda model, batch: criterion(model(batch[0])[key], batch[1])"
+            f"argument. {advice}"
         )
         raise
     except AttributeError as error:

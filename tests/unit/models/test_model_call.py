@@ -28,6 +28,18 @@ class Optional(nn.Module):
         return ("optional", x, y)
 
 
+class WithTargets(nn.Module):
+    def forward(self, x: Any, targets: Any = None) -> Any:
+        return "targets", x, targets
+
+
+def test_keys_that_forward_does_not_have_are_named() -> None:
+    model, batch = nn.Linear(2, 2), {"images": torch.ones(1, 2), "labels": torch.ones(1, 2)}
+    with pytest.raises(TypeError) as caught:
+        infer_call(model, batch, None, None).loss(model, batch)
+    assert "Name the keys (images, labels) like the parameters of forward() (input)" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "expected"),
     [
@@ -38,6 +50,7 @@ class Optional(nn.Module):
         (Optional(), {"x": 3, "y": 4}, ("optional", 3, 4)),
         (Optional(), {"y": 4, "x": 3}, ("optional", 3, 4)),
         (One(), {"a": 3}, ("one", {"a": 3})),
+        (WithTargets(), [3, 4], ("targets", 3, 4)),
     ],
 )
 def test_a_batch_reaches_the_model_by_the_rule(model: nn.Module, batch: Any, expected: Any) -> None:
