@@ -44,6 +44,10 @@ _ROWS = 12
 _NAME_WIDTH = 50
 # CUDA runtime calls; the kernels that they launch are listed under the name of the operation.
 _RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
+BEGIN, END = "paceline: profile begins", "paceline: profile ends"
+Interval = tuple[float, float]
+_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
+_BACKWARD_SCOPE = 1
 
 
 class Profiler:
@@ -165,14 +169,6 @@ def _quiet_kineto() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-BEGIN, END = "paceline: profile begins", "paceline: profile ends"
-
-Interval = tuple[float, float]
-
-_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
-_BACKWARD_SCOPE = 1
 
 
 @dataclass(frozen=True)

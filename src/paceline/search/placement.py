@@ -34,6 +34,8 @@ from paceline.runtime.processes import fork
 from paceline.runtime.scheduler_env import read_allocation
 
 _HERE = ""  # the name of this machine
+_PR_SET_PDEATHSIG = 1  # Linux prctl
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a filesystem
 
 
 @dataclass(frozen=True)
@@ -205,10 +207,6 @@ def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
     number = len(gpu_names())
     named = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     return named[:number] if named else list(map(str, range(number)))
-
-
-_PR_SET_PDEATHSIG = 1  # Linux prctl
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a filesystem
 
 
 @dataclass
