@@ -30,8 +30,9 @@ from torch import nn
 import paceline
 from paceline.checkpoint import reader
 from paceline.checkpoint.planner import LocalShard
-from paceline.checkpoint.reader import open_checkpoint, read_full
+from paceline.checkpoint.reader import open_checkpoint, read_tensors
 from paceline.checkpoint.shard_file import BlockHasher
+from paceline.checkpoint.state import targets_below
 from paceline.checkpoint.writer import Description, Writer
 
 
@@ -165,7 +166,8 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
         os.sync()
         _forget(made.folder)
         began = time.perf_counter()
-        read_full(open_checkpoint(made.folder), "model/")
+        checkpoint = open_checkpoint(made.folder)
+        read_tensors(checkpoint, targets_below(checkpoint.manifest, "model"))
         loads.append(time.perf_counter() - began)
         digesting.append(Watched.last.busy / loads[-1])
         shutil.rmtree(made.folder)

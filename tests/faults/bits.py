@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from faults import worlds
+from faults.saves import read_full
 from paceline import Trainer
 from paceline.checkpoint import directory, host_copy
 from paceline.checkpoint.host_copy import HostCopy
-from paceline.checkpoint.reader import read_full
 from paceline.parallel.shards import local_shard
 
 

@@ -189,7 +189,7 @@ def outcome(folder: Path, original: dict[str, bytes]) -> str:
     """Loading everything: refused with a code, the bits as they were saved, other bits, or an error without a code."""
     try:
         checkpoint = reader.open_checkpoint(folder)
-        loaded = saves.bits(reader.read_full(checkpoint, ""))
+        loaded = saves.bits(saves.read_full(checkpoint, ""))
     except CheckpointError:
         return "refused"
     except Exception:
@@ -214,7 +214,7 @@ def make(root: Path) -> tuple[Copy, Copy, dict[str, bytes]]:
         Copy(*(root / kind / name for name, _, _ in saves_to_make)) for kind in ("ours", "torch")
     )  # fmt: skip
     original = saves.bits(saves.values(0, ROWS))
-    assert saves.bits(reader.read_full(reader.verify(ours.folder), "")) == original
+    assert saves.bits(saves.read_full(reader.verify(ours.folder), "")) == original
     return ours, theirs, original
 
 

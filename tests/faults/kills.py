@@ -19,9 +19,9 @@ from torch import Tensor
 
 import tiny
 from faults import worlds
+from faults.saves import read_full
 from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
-from paceline.checkpoint.reader import read_full
 from paceline.checkpoint.writer import Writer, _SaveJob
 
 STEPS, OLD, NEW = 7, 2, 4

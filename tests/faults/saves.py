@@ -64,6 +64,14 @@ def as_held(content: dict[str, Tensor]) -> dict[str, LocalShard]:
     }
 
 
+def read_full(checkpoint: reader.Checkpoint, prefix: str) -> dict[str, Tensor]:
+    """The full tensors whose names start with `prefix`, by the rest of the name, including aliases."""
+    manifest = checkpoint.manifest
+    entries = {name: manifest.entry(name) for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)}
+    targets = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items() if entry is not None}
+    return {name.removeprefix(prefix): tensor for name, tensor in reader.read_tensors(checkpoint, targets).items()}
+
+
 def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
     """By name: dtype, shape and bytes."""
     return {
@@ -222,5 +230,5 @@ def _found(recorded: Recorded, folder: Path) -> str:
     checkpoint = next(directory.verified(folder), None)
     if checkpoint is None:
         return "nothing"
-    read = bits(reader.read_full(checkpoint, ""))
+    read = bits(read_full(checkpoint, ""))
     return "new" if read == recorded.new else "old" if read == recorded.old else "a mixture"

@@ -13,7 +13,7 @@ from typing import Any
 
 from disks import ERRORS, OPERATIONS, FailingDisk
 from faults import saves
-from paceline.checkpoint import directory, reader
+from paceline.checkpoint import directory
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
 
@@ -115,7 +115,7 @@ def newest(folder: Path) -> str:
     checkpoint = next(directory.verified(folder), None)
     if checkpoint is None:
         return "nothing"
-    read = saves.bits(reader.read_full(checkpoint, ""))
+    read = saves.bits(saves.read_full(checkpoint, ""))
     known = {"old": OLD, "new": NEW, "next": NEXT}
     return next((name for name, content in known.items() if read == saves.bits(content)), "a mixture")
 

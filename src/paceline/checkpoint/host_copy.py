@@ -31,6 +31,8 @@ from paceline.checkpoint.shard_file import FileLayout
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SMALL = 256 << 10  # bytes; tensors of a GPU up to this size are concatenated there and copied together
 _ALIGNMENT = 8
+PIECE = 512 << 20  # bytes that are page-locked at a time, in 11 ms; each waits for the driver's lock
+_PORTABLE = 1  # a flag of cudaHostRegister: for every GPU of this process
 
 
 class HostCopy:
@@ -209,10 +211,6 @@ def _cores_are_busy() -> bool:
 def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for target, source in pairs:
         numpy.copyto(target.numpy(), source.numpy())
-
-
-PIECE = 512 << 20  # bytes that are page-locked at a time, in 11 ms; each waits for the driver's lock
-_PORTABLE = 1  # a flag of cudaHostRegister: for every GPU of this process
 
 
 class HostMemory:

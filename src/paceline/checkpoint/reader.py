@@ -246,14 +246,6 @@ class _Reader:
                 raise corrupted(self._folder, f"{where}: hash mismatch")
 
 
-def read_full(checkpoint: Checkpoint, prefix: str) -> dict[str, Tensor]:
-    """The full tensors whose names start with `prefix`, by the rest of the name, including aliases."""
-    manifest = checkpoint.manifest
-    names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(prefix)]
-    targets = {name: torch.empty(_entry(manifest, name).shape, device="meta") for name in names}
-    return {name.removeprefix(prefix): tensor for name, tensor in read_tensors(checkpoint, targets).items()}
-
-
 def verify(folder: Path) -> Checkpoint:
     """Read every block and compare its hash."""
     checkpoint = open_checkpoint(folder)

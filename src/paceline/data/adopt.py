@@ -37,6 +37,7 @@ from paceline.plan.slicing import slice_bounds
 from paceline.runtime import collectives
 
 _ITERATION = ("__iter__", "_get_iterator", "_index_sampler")  # of a DataLoader
+_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks if the stream is the same"
 
 
 @dataclass(frozen=True)
@@ -202,9 +203,6 @@ def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:
     if isinstance(data, IterableDataset):  # in a worker, unless a DataLoader says otherwise
         return _stream(data, data, spec, replace(reading, workers=max(1, spec.workers)), say)
     return _indexed(data, spec, reading)
-
-
-_RESUMES = "a resumed run skips what it has read, which is exact on the same number of ranks if the stream is the same"
 
 
 def _stream(

@@ -21,6 +21,9 @@ _SKETCHED = 64  # values, or characters
 
 _LARGE = 1 << 18  # elements; larger tensors are no masks, and take time
 _ORDERED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+# What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a
+# list of samples.
+Kind = Literal["parts", "lists", "items"]
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -43,11 +46,6 @@ def floors(batch: Any) -> dict[int, float]:
         if plain and tensor.device.type == "cpu" and 0 < tensor.numel() <= _LARGE:
             found[number] = float((tensor != 0 if tensor.is_floating_point() else tensor).min())
     return found
-
-
-# What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a
-# list of samples.
-Kind = Literal["parts", "lists", "items"]
 
 
 def samples_in(batch: Any, like: Kind | None = None) -> int:

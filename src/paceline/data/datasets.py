@@ -37,6 +37,14 @@ Mask = NDArray[np.bool_]
 Grid = NDArray[np.float64]
 DATASETS: Registry[None, Pair] = Registry("dataset", error=DataError, hint="@paceline.register_data")
 find_data = DATASETS.find
+Bytes = NDArray[np.uint8]
+FOLDER = "cifar-10-batches-bin"
+TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+TEST_FILES = ("test_batch.bin",)
+RECORD = 1 + 3 * 32 * 32
+# Of CIFAR-10: channel means and standard deviations of the training set.
+MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
+DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 
 
 def register_data(name: str) -> Callable[[Builder], Builder]:
@@ -155,9 +163,6 @@ def shapes(
     )
 
 
-Bytes = NDArray[np.uint8]
-
-
 class TextWindows(Dataset[dict[str, Tensor]]):
     """Consecutive windows of a text: `context` tokens, with the following tokens as targets."""
 
@@ -232,15 +237,6 @@ def stdlib_text(
     held_out = max(context + 1, int(len(text) * val_fraction))
     training, evaluation = text[:-held_out], text[-held_out:]
     return TextWindows(training, context), TextEvaluation(evaluation, context, training)
-
-
-FOLDER = "cifar-10-batches-bin"
-TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-TEST_FILES = ("test_batch.bin",)
-RECORD = 1 + 3 * 32 * 32
-# Channel means and standard deviations of the training set.
-MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
-DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 
 
 class Cifar10(Dataset[dict[str, Tensor]]):

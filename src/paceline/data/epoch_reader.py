@@ -30,6 +30,9 @@ from paceline.runtime.rng import derive_seed
 _DEPTH = 4  # of samplers inside samplers
 _REPLAYED = 4096  # items of a past epoch that are read at once
 _KEPT = 16  # epochs whose generator states are kept; earlier ones are read again
+_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
+# Epochs compared to find out whether the length changes. A curriculum grows early, or is complete at the last of them.
+_COMPARED = (1, 2, 3, 5, 10, 30, 100, 1000)
 
 
 @dataclass
@@ -39,9 +42,6 @@ class _Memory:
     done: int = 0  # epochs
     starts: dict[int, list[Tensor]] = field(default_factory=dict)  # generator states at the start of epochs
     left: list[Tensor] | None = None  # generator states after the last read; the user may change them in between
-
-
-_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
 
 
 class EpochReader:
@@ -177,10 +177,6 @@ def length_of(source: Any) -> int | None:
         return len(source)
     except TypeError:
         return None
-
-
-# Epochs compared to find out whether the length changes. A curriculum grows early, or is complete at the last of them.
-_COMPARED = (1, 2, 3, 5, 10, 30, 100, 1000)
 
 
 class Place(NamedTuple):

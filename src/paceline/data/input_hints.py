@@ -18,6 +18,9 @@ from torch.utils.data import default_collate
 from paceline.data.batches import tensors_in
 from paceline.run.user_frame import place_of
 
+_METHODS = {torch.float32: ".float()", torch.float64: ".double()", torch.int64: ".long()"}
+_OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type")
+
 
 @dataclass(frozen=True)
 class Collate:
@@ -66,10 +69,6 @@ def explain_pickling(collate_fn: Any, worker_init_fn: Any) -> Iterator[None]:
                     "pickle: use a function that is defined at the top level of a module"
                 )
         raise
-
-
-_METHODS = {torch.float32: ".float()", torch.float64: ".double()", torch.int64: ".long()"}
-_OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type")
 
 
 @contextmanager

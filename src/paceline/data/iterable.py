@@ -48,6 +48,7 @@ from paceline.runtime.rng import derive_seed
 
 # Of ready batches, the first ones are compared between ranks, and then some of them.
 _ALL, _SOME = 32, 8
+T = TypeVar("T")
 
 
 class SampleStream(Loader):
@@ -281,9 +282,6 @@ class OwnBatches(Loader):
             rows = batch if share.samples == own else rows_of(batch, share.start, share.stop, samples=own)
             micro = micro_of(rows, share, self._batch, epoch, step, ())
             yield replace(micro, start=rank * own + share.start, exact=False)
-
-
-T = TypeVar("T")
 
 
 def read_in_workers(

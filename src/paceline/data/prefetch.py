@@ -70,9 +70,8 @@ def _prefetched(
 
 def _is_flat_on(device: torch.device, batch: Any) -> bool:
     """Whether this is a tuple or list of tensors on the device."""
-    if type(batch) not in (tuple, list):
-        return False
-    return {part.device if type(part) is Tensor else None for part in batch} == {device}
+    parts = batch if type(batch) in (tuple, list) else ()
+    return {part.device if type(part) is Tensor else None for part in parts} == {device}
 
 
 def _arrived(micro: MicroBatch, copied: list[Tensor], done: torch.cuda.Event, compute: torch.cuda.Stream) -> MicroBatch:

@@ -19,6 +19,12 @@ from paceline.runtime.rng import derive_seed
 
 # Positions computed at once, to amortize the overhead of numpy over small batches.
 _BLOCK = 4096
+Indices = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+# Four rounds pass the uniformity tests; eight leave a margin and cost 0.08 µs a sample (benchmarks/data_order.py).
+_ROUNDS = 8
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+_HALF = np.uint64(32)
 
 
 class SampleOrder(Protocol):
@@ -27,11 +33,9 @@ class SampleOrder(Protocol):
 
     def begin(self, step: int) -> None:
         """Called before the first epoch is read, with the step that the run has reached."""
-        ...
 
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
         """The sample indices of each step of an epoch, starting at its step `first_step`."""
-        ...
 
 
 class FormulaOrder:
@@ -91,15 +95,6 @@ class BatchSamplerOrder:
     def epoch(self, epoch: int, first_step: int) -> Iterator[Sequence[Any]]:
         for batch in islice(self._reader.epoch(epoch), first_step, None):
             yield batch.tolist() if hasattr(batch, "tolist") else list(batch)
-
-
-Indices = NDArray[np.int64]
-_Words = NDArray[np.uint64]
-
-# Four rounds pass the uniformity tests; eight leave a margin and cost 0.08 µs a sample (benchmarks/data_order.py).
-_ROUNDS = 8
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-_HALF = np.uint64(32)
 
 
 class Permutation:

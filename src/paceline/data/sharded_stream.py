@@ -34,6 +34,7 @@ from paceline.runtime.objects import message_device
 
 _COMPARED = 64  # samples of each rank and worker that are compared with those of others
 _NEEDED = 4  # distinct ones among them; fewer may be equal by chance
+_DEPTH = 3  # of streams inside streams
 
 
 @dataclass
@@ -225,9 +226,6 @@ def require_order(loader: object) -> None:
             "predict() returns outputs in the order of the data, but each rank reads its own shard of it.",
             fix="pass a dataset, or a stream that is not split across ranks",
         )
-
-
-_DEPTH = 3  # of streams inside streams
 
 
 @dataclass(frozen=True)

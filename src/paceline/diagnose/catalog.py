@@ -15,16 +15,15 @@ def pages() -> dict[str, str]:
     return own_pages() | log_pages()
 
 
-@cache
 def own_pages() -> dict[str, str]:
     return _read("catalog.md")
 
 
-@cache
 def log_pages() -> dict[str, str]:
     return _read("log_files/catalog.md")
 
 
+@cache
 def _read(name: str) -> dict[str, str]:
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     found = {}

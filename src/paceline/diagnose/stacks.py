@@ -45,6 +45,8 @@ _CAUSES = {  # part of py-spy's message → reason
     "No such file or directory": "it has exited",
     "No such process": "it has exited",
 }
+STACK_SIGNAL = signal.SIGRTMIN + 4 if sys.platform == "linux" else signal.SIGUSR2  # SIGUSR1 requests a checkpoint
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # Linux prctl, of the Yama security module
 
 
 class ProcessStacks(NamedTuple):
@@ -180,10 +182,6 @@ def children_of(pid: int) -> list[int]:
             with suppress(OSError, ValueError):
                 found.update(map(int, (task / "children").read_text().split()))
     return sorted(found)
-
-
-STACK_SIGNAL = signal.SIGRTMIN + 4 if sys.platform == "linux" else signal.SIGUSR2  # SIGUSR1 requests a checkpoint
-_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # Linux prctl, of the Yama security module
 
 
 def allow(file: Path) -> None:

@@ -93,15 +93,11 @@ class ModuleOrder:
         # Not running: recomputed in the backward. A batch norm in evaluation mode gathers nothing.
         if not self._running or (self._norms and number < self._norms and not module.training):
             return
-        position = self._position
-        if not self._compares:
-            if position < len(self._expected) and self._expected[position] == number:
-                self._position = position + 1
-                return
-            self._depart(number)
-        else:
+        if self._compares:
             self._compare(number)
-        self._position = position + 1
+        elif self._expected[self._position : self._position + 1] != [number]:
+            self._depart(number)
+        self._position += 1
 
     def _end(self, root: nn.Module, args: Any, output: Any) -> None:
         if self._running:

@@ -119,16 +119,15 @@ def report(
     ranks = collectives.all_gather_object(facts)
     if watch is not None:
         watch.reset()
-    sources = [rank for rank, facts in enumerate(ranks) if facts["seen"]] or [
-        rank for rank, facts in enumerate(ranks) if facts["where"]
-    ]
+    sources = [rank for key in ("seen", "where") for rank, facts in enumerate(ranks) if facts[key]]
     rank = sources[0] if sources else None
+    blamed = None if rank is None else ranks[rank]
     kind = "gradient" if isfinite(record["loss"]) else "loss"
     return TrainError(
         "nonfinite",
         f"Non-finite {kind} at step {record['step']}{_origin(rank, ranks)}.",
-        why=_why(None if rank is None else ranks[rank], repeated=micros is not None),
-        fix=f'{_fix(None if rank is None else ranks[rank])}; nonfinite="skip" skips such steps, '
+        why=_why(blamed, repeated=micros is not None),
+        fix=f'{_fix(blamed)}; nonfinite="skip" skips such steps, '
         'nonfinite="stop" ends training with the parameters before the step',
     )
 

@@ -20,17 +20,15 @@ from paceline.parallel.replicas import GradientMark, marks_of
 from paceline.runtime import collectives
 
 _INSPECTED = 3  # steps: what a loop does to gradients, it does from the beginning
+# A later Trainer may use the same optimizer. Trainers that no longer exist do not guard it.
+_Owners = list["ref[Stepping]"]
+_OWNERS: WeakKeyDictionary[torch.optim.Optimizer, _Owners] = WeakKeyDictionary()
 
 
 class Stepping(Protocol):
     """What steps the optimizer on behalf of a Trainer."""
 
     is_changing: bool
-
-
-# A later Trainer may use the same optimizer. Trainers that no longer exist do not guard it.
-_Owners = list["ref[Stepping]"]
-_OWNERS: WeakKeyDictionary[torch.optim.Optimizer, _Owners] = WeakKeyDictionary()
 
 
 def refuse_other_steps(optimizer: torch.optim.Optimizer, owner: Stepping) -> None:

@@ -276,10 +276,8 @@ def explain_unused_parameters(model: nn.Module) -> Iterator[None]:
             raise
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        unused = (
-            [names[int(index)] for index in indices.group(1).split() if int(index) < len(names)] if indices else names
-        )
-        raise unused_parameters_error(model, unused) from error
+        known = range(len(names)) if indices is None else map(int, indices[1].split())
+        raise unused_parameters_error(model, [names[each] for each in known if each < len(names)]) from error
 
 
 def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:

@@ -57,6 +57,8 @@ def preserved(*roots: Any) -> Iterator[Callable[[], None]]:
             yield restore
         finally:
             restore()
+            if gpus:  # steps need larger blocks, and could not use the rest of those that they would split
+                torch.cuda.empty_cache()
 
 
 def copied(batch: Any) -> Any:

@@ -44,6 +44,10 @@ _ROWS = 12
 _NAME_WIDTH = 50
 # CUDA runtime calls; the kernels that they launch are listed under the name of the operation.
 _RUNTIME = ("cuda", "cuLaunch", "Activity Buffer Request", "INVALID")
+BEGIN, END = "paceline: profile begins", "paceline: profile ends"
+Interval = tuple[float, float]
+_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
+_BACKWARD_SCOPE = 1
 
 
 class Profiler:
@@ -147,14 +151,10 @@ def _is_operation(row: Any) -> bool:
 
 
 def _line(split: TimeSplit, steps: int) -> str:
-    def part(name: str, time: float) -> str:
-        return f"{name} {time / 1e3 / steps:.2f} ms ({time / split.whole:.0%})"
-
-    return (
-        f"step: {split.whole / 1e3 / steps:.2f} ms; {part('compute', split.compute)}, "
-        f"{part('exposed communication', split.exposed)}, {part('idle', split.idle)}; "
-        f"{part('total communication', split.communication)}"
-    )
+    times = {"compute": split.compute, "exposed communication": split.exposed, "idle": split.idle}
+    times["total communication"] = split.communication
+    *parts, last = (f"{name} {t / 1e3 / steps:.2f} ms ({t / split.whole:.0%})" for name, t in times.items())
+    return f"step: {split.whole / 1e3 / steps:.2f} ms; {', '.join(parts)}; {last}"
 
 
 @contextmanager
@@ -169,14 +169,6 @@ def _quiet_kineto() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
-
-
-BEGIN, END = "paceline: profile begins", "paceline: profile ends"
-
-Interval = tuple[float, float]
-
-_COLLECTIVES = ("gloo:", "nccl:", "mpi:", "c10d::", "_c10d_functional::", "record_param_comms")
-_BACKWARD_SCOPE = 1
 
 
 @dataclass(frozen=True)
@@ -246,8 +238,7 @@ def split_time(trace: list[Span]) -> TimeSplit:
 
 
 def _on_device(trace: list[Span]) -> tuple[list[Interval], list[Interval]]:
-    work = [span for span in trace if span.on_device and not span.annotation]
-    compute = _union(span for span in work if not span.collective)
+    compute = _union(span for span in trace if span.on_device and not span.annotation and not span.collective)
     # gloo transfers GPU tensors on its own threads.
     communication = _union(
         span for span in trace if span.collective and (span.on_device or span.name.startswith("gloo:"))

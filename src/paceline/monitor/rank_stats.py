@@ -32,6 +32,10 @@ import paceline
 from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives, environment
 
+SECONDS = 2.0  # that rank 0 waits for the others, which fail as soon as they notice that one did
+_POLL_SECONDS = 0.01
+_names = count()
+
 
 class RankStats:
     SECONDS_BETWEEN = 0.1
@@ -113,11 +117,6 @@ def _gpus() -> dict[str, str]:
         with suppress(AttributeError, RuntimeError):  # a build without NCCL
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
-
-
-SECONDS = 2.0  # that rank 0 waits for the others, which fail as soon as they notice that one did
-_POLL_SECONDS = 0.01
-_names = count()
 
 
 class LastExchange:

@@ -36,6 +36,7 @@ _GRACE = 1.0  # seconds in which the other members may add their side to an erro
 _STALE = 2.0  # seconds after which a rank that has not posted again is assumed to run
 _DEFAULT_GROUP = "0"
 _SIMULATED = ("fake", "threaded")  # backends without other processes
+_check: CallCheck | None = None
 
 
 class CallPlace(NamedTuple):
@@ -299,9 +300,6 @@ def _awaited(post: Posted, posts: dict[int, Posted]) -> set[int]:
 
 def _places(posts: dict[int, Posted]) -> dict[int, CallPlace]:
     return {rank: post.place for rank, post in posts.items()}
-
-
-_check: CallCheck | None = None
 
 
 def require_same_call(call: str, group: Group, patience: float | None = None) -> None:

@@ -39,6 +39,8 @@ _debug: bool | None = None
 _CHECKED = 32  # calls in each process group, without debug mode
 _PATIENCE = 1.0  # seconds for which these wait: the collective then starts, and a hang in it is seen by the launcher
 _calls: dict[str, int] = {}  # that were checked without debug mode, by the name of the group
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_library: torch.library.Library | None = None
 
 
 class Work:
@@ -256,10 +258,6 @@ def reduce_op(op: Op, tensor: Tensor) -> tuple[str, Any]:
 
 def division(op: str, tensor: Tensor, group: Group) -> Callable[[], object] | None:
     return functools.partial(tensor.div_, torch_dist.get_world_size(group)) if op == "mean" else None
-
-
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-_library: torch.library.Library | None = None
 
 
 def _install() -> None:

@@ -31,6 +31,12 @@ _STANDS = 0.5  # seconds
 _RARE = 20  # a full dump, of up to 50 ms, takes at most this fraction of the time
 # Functions of torch._C._distributed_c10d for gloo and NCCL. A group may have both backends, which count for themselves.
 _RECORDERS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": " (NCCL)"}
+# While the flight recorder is locked, no fork: the process would inherit the lock and hang in its collectives.
+_dumping = threading.Lock()
+_may_fork = threading.local()
+_watch: RankWatch | None = None
+_PG_ID = re.compile(rb'"pg_id":(\d+)')
+_PENDING = 8  # operations per group that are described, the oldest ones
 
 
 class Readers(NamedTuple):
@@ -128,22 +134,13 @@ def _counters() -> dict[str, int]:
     }
 
 
-class _Recorded(NamedTuple):
-    """A group, by the numbers of one flight recorder."""
-
-    name: str
-    backend: str  # behind the name
-    uncounted: int  # what its counts count more than collectives
-    number: int  # of its last collective, at the last dump
-
-
 class _Groups:
     """The process groups of this rank."""
 
     def __init__(self, readers: Readers) -> None:
         self._readers = readers
         self._members: dict[str, tuple[str, list[list[int]]]] = {}  # by name: label and ranks
-        self._recorded: dict[tuple[str, int], _Recorded] = {}  # by recorder and pg_id
+        self._recorded: dict[tuple[str, int], RecordedGroup] = {}  # by recorder and pg_id, at the last dump
         self._counts: dict[tuple[str, int], tuple[int, int]] = {}
         self._numbers: dict[str, int] = {}  # sequence numbers of groups that no recorder knows
         self._former: dict[str, frozenset[tuple[str, int]]] = {}  # by name: keys of destroyed groups
@@ -197,7 +194,7 @@ class _Groups:
             pending += [{**each, "group": each["group"] + backend} for each in found.pending]
             for group, each in found.groups.items():
                 dumped.add((recorder, group))
-                self._recorded[recorder, group] = _Recorded(each.name, backend, each.uncounted, each.number)
+                self._recorded[recorder, group] = each._replace(backend=backend)
         self._next_dump = now + _RARE * (time.thread_time() - began)
         self.pending, self._dumped, self.is_pending_known = pending, dumped, True
 
@@ -264,11 +261,6 @@ def _unused(world: Any) -> Iterator[str]:
                 yield name
 
 
-# While the flight recorder is locked, no fork: the process would inherit the lock and hang in its collectives.
-_dumping = threading.Lock()
-_may_fork = threading.local()
-
-
 def _before_fork() -> None:
     _may_fork.locked = _dumping.acquire(timeout=1.0)
 
@@ -276,9 +268,6 @@ def _before_fork() -> None:
 def _after_fork() -> None:
     if getattr(_may_fork, "locked", False):
         _dumping.release()
-
-
-_watch: RankWatch | None = None
 
 
 def abandon() -> None:
@@ -295,14 +284,11 @@ def start(page: Path, heartbeat: Path, readers: Readers) -> RankWatch:
     return _watch
 
 
-_PG_ID = re.compile(rb'"pg_id":(\d+)')
-_PENDING = 8  # operations per group that are described, the oldest ones
-
-
 class RecordedGroup(NamedTuple):
     name: str
     number: int  # of its last collective
     uncounted: int  # what `pg_status` counts more than that: sends and receives
+    backend: str = ""  # behind the name
 
 
 class RecorderDump(NamedTuple):

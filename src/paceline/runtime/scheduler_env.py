@@ -21,6 +21,12 @@ from paceline.runtime.network import LOOPBACK
 _FIRST_PORT, _PORTS = 20_000, 10_000
 # SLURM reserves step numbers from here on for its own use: the batch script, the shell of salloc.
 _RESERVED_STEPS = 0xFFFFFFF0
+MAX_HOSTS = 65_536  # as in SLURM
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")  # text and brackets up to the next comma outside of brackets
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
 @dataclass(frozen=True)
@@ -174,15 +180,6 @@ def read_allocation(environment: Mapping[str, str]) -> SlurmAllocation | None:
         gpus=int(gpus) if re.fullmatch(r"[0-9]{1,4}", gpus) else None,
         restarts=int(restarts) if re.fullmatch(r"[0-9]{1,10}", restarts) else 0,
     )
-
-
-MAX_HOSTS = 65_536  # as in SLURM
-
-_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")  # text and brackets up to the next comma outside of brackets
-_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
-_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
-_COUNT = re.compile(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?")
 
 
 def expand(text: str) -> list[str]:

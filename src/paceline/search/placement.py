@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.config.launch import LaunchSpec, NodeRange
 from paceline.config.sections import SweepSection
@@ -36,6 +35,8 @@ from paceline.runtime.processes import fork
 from paceline.runtime.scheduler_env import read_allocation
 
 _HERE = ""  # the name of this machine
+_PR_SET_PDEATHSIG = 1  # Linux prctl
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a filesystem
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,7 @@ def open_pool(spec: LaunchSpec, section: SweepSection, environment: Mapping[str,
         per_node = (allocation.gpus or ranks) if has_gpus else ranks
         nodes = [Machine(name, _places(per_node), has_gpus=has_gpus) for name in allocation.nodes]
         return _pool(nodes, ranks, section, "slurm")
-    visible = _visible_gpus(spec.device, environment)
-    if visible:
+    if visible := _visible_gpus(environment) if may_have_gpus else ():
         return _pool([Machine(_HERE, tuple(visible), has_gpus=True)], ranks, section, "here")
     parallel = section.parallel or 1
     return Pool([Machine(_HERE, _places(ranks * parallel))], ranks, parallel)
@@ -194,23 +194,18 @@ def open_pool(spec: LaunchSpec, section: SweepSection, environment: Mapping[str,
 
 def _pool(machines: Sequence[Machine], ranks: int, section: SweepSection, kind: str) -> Pool:
     shared = [replace(each, places=each.places * section.per_gpu) for each in machines]
-    most = sum(len(each.places) for each in shared)
-    return Pool(shared, ranks, section.parallel or most, kind)
+    return Pool(shared, ranks, section.parallel or sum(len(each.places) for each in shared), kind)
 
 
 def _places(number: int) -> tuple[str, ...]:
     return tuple(map(str, range(number)))
 
 
-def _visible_gpus(device: Any, environment: Mapping[str, str]) -> list[str]:
+def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
     """As they are named in CUDA_VISIBLE_DEVICES. Does not initialize CUDA."""
-    number = len(usable_gpus(device))
+    number = len(usable_gpus(None))  # `device` has been asked about
     named = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     return named[:number] if named else list(map(str, range(number)))
-
-
-_PR_SET_PDEATHSIG = 1  # Linux prctl
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a filesystem
 
 
 @dataclass

@@ -209,8 +209,7 @@ class Sweep:
         if self._fraction(trial.rung) is None:
             self._tell(trial, "complete", value)
             return
-        reached = {**trial.rung_values, trial.rung: value}
-        self.study.update(trial.number, rung_values=reached, paused=True)
+        self.study.update(trial.number, rung_values={**trial.rung_values, trial.rung: value}, paused=True)
         log.info(f"trial {trial.number}: {section.metric} {value:.6g} at rung {trial.rung + 1} of {section.rungs}")
 
     def _tell(self, trial: Trial, state: str, value: float | None = None) -> None:

@@ -21,6 +21,9 @@ from paceline.sync.compression import BucketSlices, Compression, KeptTensor, Nam
 from paceline.sync.exchange import Collectives, Exchange, Scratch, wait_for
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BLOCK = 256
+_LARGEST = 127
+_TINY = 1e-30  # of a block's largest value; smaller ones are kept back, because their scale could underflow
 
 
 class CastCompression(Compression):
@@ -66,11 +69,6 @@ def average_cast(flat: Tensor, dtype: torch.dtype, exchange: Exchange, scratch: 
     mean = received[exchange.rank].copy_(total.div_(ranks))
     yield exchange.all_gather(sent.view(torch.uint8).view(-1), mean.view(torch.uint8))
     flat.copy_(sent.view(-1)[:length])
-
-
-BLOCK = 256
-_LARGEST = 127
-_TINY = 1e-30  # of a block's largest value; smaller ones are kept back, because their scale could underflow
 
 
 class Int8Compression(Compression):

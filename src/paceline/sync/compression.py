@@ -31,13 +31,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from paceline.config.sections import SyncSection
 from paceline.sync.exchange import CollectiveQueue, Collectives, Exchange
 
 
@@ -136,10 +137,6 @@ def add_unscaled(kept: Tensor, gradients: Tensor, scale: Tensor | float, *, out:
         torch.addcmul(kept, gradients, 1.0 / scale, out=out)
     else:
         torch.add(kept, gradients, alpha=1.0 / scale, out=out)
-
-
-if TYPE_CHECKING:
-    from paceline.config.sections import SyncSection
 
 
 class BucketSlices:

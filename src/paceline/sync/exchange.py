@@ -22,6 +22,8 @@ from paceline.plan.network_model import Traffic
 from paceline.runtime.collective_calls import Group, all_gather_single
 
 _LARGE = 1 << 16  # bytes
+Result = TypeVar("Result")
+Collectives = Generator[Any, None, Result]  # yields what a collective with async_op=True returns
 
 
 class Exchange:
@@ -95,10 +97,6 @@ class Scratch:
         if memory is None or memory.numel() < needed or memory.device != device:
             memory = self._memory[use] = torch.empty(needed, dtype=torch.uint8, device=device)
         return memory[:needed].view(dtype).view(size)
-
-
-Result = TypeVar("Result")
-Collectives = Generator[Any, None, Result]  # yields what a collective with async_op=True returns
 
 
 def wait_for(sequence: Collectives[Result]) -> Result:

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+_IGNORED = {"PYTEST_CURRENT_TEST"}  # set by pytest
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -31,10 +34,6 @@ def paceline_no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     leaked = find(before)
     if leaked:
         pytest.fail("the test leaked resources: " + "; ".join(leaked), pytrace=False)
-
-
-_IGNORED = {"PYTEST_CURRENT_TEST"}  # set by pytest
-_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
 @dataclass(frozen=True)

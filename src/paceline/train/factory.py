@@ -60,6 +60,11 @@ from paceline.train.recorder import Sinks
 _DATA = 1  # the number of a random stream; the model has 0
 REGISTRIES: dict[str, Registry[Any, Any]] = {"model": MODELS, "data": DATASETS}
 MetricsLike = Mapping[str, Any] | Sequence[str] | str | None
+UNTRAINED = (
+    "optimizer: these trainable parameters are not updated: {}; create the optimizer after requires_grad_(True), or "
+    "freeze them with requires_grad_(False)"
+)
+_SHOWN = 8
 
 
 def import_component(config: Config, key: str) -> None:
@@ -230,13 +235,6 @@ def _require_section(section: NamedSection | None, key: str, example: str) -> Na
         example = f"{key}: {{name: {example}}}, or pass your own object to the Trainer or to train()"
         raise ConfigError("missing-section", f"The recipe names no `{key}:`.", fix=f"add one, e.g. {example}")
     return section
-
-
-UNTRAINED = (
-    "optimizer: these trainable parameters are not updated: {}; create the optimizer after requires_grad_(True), or "
-    "freeze them with requires_grad_(False)"
-)
-_SHOWN = 8
 
 
 def check_parameters(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[str]:

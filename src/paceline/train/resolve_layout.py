@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from torch import nn
 from torch.optim import SGD, Adafactor, Optimizer
@@ -68,10 +69,8 @@ def _tensor_degrees(config: Config, model: nn.Module, ranks: int) -> list[int]:
     """The tensor-parallel degrees that the model's plan allows."""
     allowed = []
     for degree in range(2, ranks + 1):
-        try:
+        with suppress(LayoutError):
             if ranks % degree == 0:
                 check_plan(model, config.tensor, degree)
                 allowed.append(degree)
-        except LayoutError:
-            continue
     return allowed

@@ -51,6 +51,8 @@ _LIMITS = (
     "without paceline launch, a rank that holds the GIL or is stopped can't be located, nor a worker of a DataLoader: "
     "run with paceline launch to see their lines"
 )
+_watch: StandstillWatch | None = None
+_hang_watch: HangWatch | None = None
 
 
 class HangWatch:
@@ -238,10 +240,6 @@ def note_places(error: BaseException) -> None:
     if _watch is not None and exits.classify(f"{type(error).__name__}: {error}", "") == "timeout":
         with suppress(RuntimeError):  # the rank with the store has ended
             error.add_note(f"Where ranks stand:\n{by_rank(_places(_watch.board))}")
-
-
-_watch: StandstillWatch | None = None
-_hang_watch: HangWatch | None = None
 
 
 def watch(world: int, heartbeat: HeartbeatWriter) -> None:

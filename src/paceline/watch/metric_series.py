@@ -25,6 +25,10 @@ TAIL_BYTES = 1 << 18  # enough for the last step, loss and speed
 
 Metric = tuple[str, str | None]  # of save_best: its name, and its mode if the recipe sets one
 ANY_METRIC: Metric = ("", None)
+_NOT_METRICS = RESERVED - {"loss"}
+_NOT_SERIES = {"step", "epoch", "evaluation"}
+Curve = dict[str, list[float | None]]
+DIGITS, TIME_DIGITS = 6, 14  # significant ones; times are seconds since 1970
 
 
 @dataclass
@@ -148,10 +152,6 @@ class RunMetrics:
                 _add_evaluation(self, record["step"], record)
 
 
-_NOT_METRICS = RESERVED - {"loss"}
-_NOT_SERIES = {"step", "epoch", "evaluation"}
-
-
 def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics:
     """The metrics in the file of a run, or in its last bytes."""
     metrics = RunMetrics()
@@ -199,10 +199,6 @@ def _number(value: object) -> float:
 
 def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-Curve = dict[str, list[float | None]]
-DIGITS, TIME_DIGITS = 6, 14  # significant ones; times are seconds since 1970
 
 
 def thin(series: MetricSeries, low: int, high: int, buckets: int, digits: int = DIGITS) -> Curve:

@@ -53,6 +53,10 @@ _SHOWN_EVENTS = {
     "launched", "restored", "saved", "save-failed", "evaluated", "hang", "continued", "failed", "finished", "ended",
     "warning", "lost",
 }  # fmt: skip
+_MEDIA_BYTES, _MAX_MEDIA, _MAX_IMAGE_BYTES = 1 << 24, 5000, 1 << 24
+_TAIL_BYTES = 1 << 18
+_SEARCHED_BYTES = 1 << 24
+_MAX_LINE = 400  # characters
 
 
 def changes(run: LiveRun, cursor: str, about_id: str) -> dict[str, Any]:
@@ -265,9 +269,6 @@ def _operations(rows: object) -> list[tuple[str, float, float]]:
     ]
 
 
-_MEDIA_BYTES, _MAX_MEDIA, _MAX_IMAGE_BYTES = 1 << 24, 5000, 1 << 24
-
-
 def media(folder: RunFolder, known: str = "") -> dict[str, Any]:
     """The last images, texts and histograms that were logged; only their version if that is `known`."""
     version = "{}.{}".format(*file_stamp(folder.media))
@@ -302,11 +303,6 @@ def image_bytes(folder: RunFolder, name: str, step: int) -> bytes:
         )
         return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
     return b""
-
-
-_TAIL_BYTES = 1 << 18
-_SEARCHED_BYTES = 1 << 24
-_MAX_LINE = 400  # characters
 
 
 def log_lines(folder: RunFolder, rank: int, search: str = "", most: int = 500) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _RECORD_BYTES = 150
 _BLOCK = 1 << 15
 _NAMES = ("own_time", "slowdown", "data_wait", "memory", "samples_per_second")
 _WIDTH = len(_NAMES) + 1  # and the utilization of the GPU
+Rows = list[list[float | None]]
 
 
 @dataclass
@@ -172,9 +173,6 @@ class RankStatistics:
             is_over = start >= len(file.steps)  # the rank wrote nothing after that
             cells.append(fmean(found) if found else cells[-1] if cells and not is_over else None)
         return cells
-
-
-Rows = list[list[float | None]]
 
 
 def _by_column(rows: Rows, change: Callable[[float, list[float]], float]) -> Rows:

@@ -28,6 +28,11 @@ from paceline.watch.run_screen import By
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
 _MEDIA_BYTES = 4 << 20
 _LOG_BYTES, _MIN_LOG_LINES, _MAX_LOG_LINES = 1 << 20, 5, 300  # of all ranks
+_FOLDER = Path(__file__).with_name("page")
+_SCRIPTS = (
+    "dom", "source", "axes", "chart", "heatmap", "figures", "media_view", "run_view", "groups", "compare_view",
+    "columns", "list_view", "sheet", "sweep_view", "app",
+)  # fmt: skip
 
 
 def write_report(folders: Sequence[RunFolder], path: Path, by: By = "step") -> None:
@@ -99,13 +104,6 @@ def _logs(folder: RunFolder, ranks: Sequence[int]) -> dict[str, Any]:
             break
         found[str(rank)] = log
     return found
-
-
-_FOLDER = Path(__file__).with_name("page")
-_SCRIPTS = (
-    "dom", "source", "axes", "chart", "heatmap", "figures", "media_view", "run_view", "groups", "compare_view",
-    "columns", "list_view", "sheet", "sweep_view", "app",
-)  # fmt: skip
 
 
 def live_page() -> tuple[bytes, str]:

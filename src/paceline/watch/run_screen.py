@@ -268,15 +268,9 @@ def _losses(runs: Sequence[RunFacts], by: By) -> str:
 def loss_curve(run: RunFacts, by: By) -> Curve:
     """By time, only log points have a position: seconds since the first event of the run. Samples are steps × batch."""
     loss, times = run.metrics["loss"], run.metrics["time"]
-    if by == "step":
-        return list(zip(map(float, loss.steps), loss.values, strict=True))
-    if by == "samples":
-        batch = run.batch
-        return (
-            []
-            if batch is None
-            else [(float(n * batch), value) for n, value in zip(loss.steps, loss.values, strict=True)]
-        )
+    if by != "time":
+        unit = 1 if by == "step" else run.batch or 0
+        return [(float(n * unit), value) for n, value in zip(loss.steps, loss.values, strict=True)] if unit else []
     known = [(step, when) for step, when in zip(times.steps, times.values, strict=True) if math.isfinite(when)]
     began = next((event["time"] for event in run.events), known[0][1] if known else 0.0)
     found = [(when - began, value) for step, when in known if (value := loss.at(step)) is not None]

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bits_dtypes_and_shapes_are_restored(folder: Path) -> None:
-    read = checkpoint_reader.read_full(checkpoint_reader.open_checkpoint(folder), "")
+    read = saves.read_full(checkpoint_reader.open_checkpoint(folder), "")
     assert saves.bits(read) == saves.bits(saves.values(1))
 
 
@@ -34,7 +34,7 @@ def test_bits_dtypes_and_shapes_are_restored(folder: Path) -> None:
 def test_every_dtype_is_restored(dtype: torch.dtype, tmp_path: Path) -> None:
     content = {"x": torch.arange(24).reshape(4, 6).to(dtype), "none": torch.zeros(0, 2).to(dtype)}
     folder = saves.save(tmp_path, 1, content)
-    assert saves.bits(checkpoint_reader.read_full(checkpoint_reader.verify(folder), "")) == saves.bits(content)
+    assert saves.bits(saves.read_full(checkpoint_reader.verify(folder), "")) == saves.bits(content)
 
 
 def test_a_dtype_without_a_word_in_safetensors_is_refused(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_dtype_without_a_word_in_safetensors_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_prefix_chooses_and_goes(folder: Path) -> None:
-    read = checkpoint_reader.read_full(checkpoint_reader.open_checkpoint(folder), "optimizer/weight/")
+    read = saves.read_full(checkpoint_reader.open_checkpoint(folder), "optimizer/weight/")
     assert list(read) == ["exp_avg"]
 
 
@@ -55,7 +55,7 @@ def test_another_name_of_a_tensor_reads_the_same(tmp_path: Path) -> None:
         writer.begin(tmp_path / "one", held, Description(1, 0, True, aliases={"model/b": "model/a"})).result().folder
     )
     writer.close()
-    read = checkpoint_reader.read_full(checkpoint_reader.open_checkpoint(folder), "model/")
+    read = saves.read_full(checkpoint_reader.open_checkpoint(folder), "model/")
     assert torch.equal(read["b"], held["model/a"].local) and torch.equal(read["a"], read["b"])
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+from faults import saves
 from hiding import a_folder_to_hide, hide
 from paceline import dist
 from paceline.checkpoint import transfer
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.planner import LocalShard
-from paceline.checkpoint.reader import read_full, verify
+from paceline.checkpoint.reader import verify
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from worlds import ranks, run_on_ranks
@@ -45,7 +46,7 @@ def save_and_load(folder: Path) -> None:
         writer.begin(path, tensors(), Description(step, 0, True), background=background).result()
         assert path.exists() == (dist.rank() == 0)
         with transfer.fetch(path, group, [1]) as local:
-            loaded = read_full(verify(local), "model/")
+            loaded = saves.read_full(verify(local), "model/")
         assert local.exists() == (dist.rank() == 0)
         for name, held in tensors().items():
             assert torch.equal(loaded[name.removeprefix("model/")], held.local)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from disks import FailingDisk
+from faults import saves
 from paceline.checkpoint.planner import LocalShard
-from paceline.checkpoint.reader import open_checkpoint, read_full
+from paceline.checkpoint.reader import open_checkpoint
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 
@@ -31,7 +32,7 @@ def test_a_background_save_has_the_values_of_when_it_began(tmp_path: Path) -> No
         committed = saving.result()
         assert saving.is_done
         assert committed.bytes == sum(file.stat().st_size for file in committed.folder.glob("*.safetensors"))
-        saved = read_full(open_checkpoint(committed.folder), "model/")
+        saved = saves.read_full(open_checkpoint(committed.folder), "model/")
         assert torch.equal(saved["w"], torch.full((1000,), float(step)))
         assert torch.equal(saved["b"], torch.full((3,), float(step)))
     writer.close()
@@ -43,7 +44,7 @@ def test_a_tensor_that_is_new_in_a_later_save_is_saved(tmp_path: Path) -> None:
     writer.begin(tmp_path / "a", first, description(1)).result()
     writer.begin(tmp_path / "b", {**first, "model/v": LocalShard(torch.zeros(5))}, description(2)).result()
     writer.close()
-    assert sorted(read_full(open_checkpoint(tmp_path / "b"), "model/")) == ["v", "w"]
+    assert sorted(saves.read_full(open_checkpoint(tmp_path / "b"), "model/")) == ["v", "w"]
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 
 from paceline.runtime import rank_watch
+from paceline.runtime.rank_watch import RecordedGroup
 from paceline.testing.runner import ranks
 
 
@@ -30,7 +31,7 @@ def test_a_full_dump_has_the_last_number_of_each_group_and_the_pending_operation
     entries[3]["pg_id"], entries[3]["process_group"] = 4, ["7", "mesh_shard"]
     sends = [entry(0, 1499, is_p2p=True, p2p_seq_id=6, profiling_name="nccl:send 0->1", retired=False)]
     found = rank_watch.read_dump(dump(*entries, entry(0, 1500, retired=False), *sends))
-    assert found.groups == {4: ("7", 4, 0), 0: ("0", 1500, 0)}
+    assert found.groups == {4: RecordedGroup("7", 4, 0), 0: RecordedGroup("0", 1500, 0)}
     assert [(each["name"], each["number"], each["p2p"]) for each in found.pending] == [
         ("all_reduce", 1500, False), ("send 0->1", 6, True),
     ]  # fmt: skip

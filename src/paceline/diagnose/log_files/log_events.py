@@ -67,6 +67,8 @@ _TABLE_EXIT = re.compile(r"^\s*exitcode\s+: -?\d+ \(pid: (\d+)\)")
 _TABLE_HOST = re.compile(r"^\s*host\s+: (\S+)")
 
 EventRole = Literal["cause", "symptom", "waited", "consequence", "mention"]
+Role = Literal["cause", "symptom", "waited", "consequence"]
+ROLES: tuple[Role, ...] = get_args(Role)  # a match of the first is worth most
 
 
 @dataclass(frozen=True)
@@ -259,10 +261,6 @@ class _Reader:
         if _TABLE_EXIT.match(line.text) or "received by PID" in line.text:
             return self._table_rank
         return stream.spawned
-
-
-Role = Literal["cause", "symptom", "waited", "consequence"]
-ROLES: tuple[Role, ...] = get_args(Role)  # a match of the first is worth most
 
 
 class LogSignature(NamedTuple):

@@ -53,6 +53,8 @@ _LOG_NAME = re.compile(
 )
 
 Numbered = tuple[int, bytes]
+_RANK_IN_NAME = re.compile(r"(?:^|[^A-Za-z])(?:local_rank|rank|worker|proc|process)[-_.]?(\d+)(?:\D|$)")
+_RANK_FOLDER = re.compile(r"(?:local_rank|rank|worker)[-_.]?(\d+)")
 
 
 def has_log_name(name: str) -> bool:
@@ -254,10 +256,6 @@ def parse(file: str, number: int, raw: str, rank: int | None = None) -> LogLine:
     elif named := _NAMED.search(text):
         rank = int(named["rank"] or named["first"] or named["equal"])
     return LogLine(file, number, text, rank, node, pid)
-
-
-_RANK_IN_NAME = re.compile(r"(?:^|[^A-Za-z])(?:local_rank|rank|worker|proc|process)[-_.]?(\d+)(?:\D|$)")
-_RANK_FOLDER = re.compile(r"(?:local_rank|rank|worker)[-_.]?(\d+)")
 
 
 def rank_of_file(path: str) -> int | None:

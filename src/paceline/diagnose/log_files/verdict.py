@@ -36,6 +36,8 @@ _OF_KERNEL = ("cuda.ecc", "cuda.gpu-lost", "host.oom-killer")
 _WORLD = re.compile(r"world_size=(\d+)")
 _LAST_ERROR_LINES = 5
 _WAITED = ("nccl.timeout", "gloo.timeout", "rendezvous.timeout")
+_WIDTH = 110
+_LABELS = ("Why", "Check", "Fix")
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,6 @@ def _missing_rank(waited: Sequence[LogEvent]) -> int | None:
     return next((event.rank for event in waited if event.rank is not None), None)
 
 
-_WIDTH = 110
-
-
 def describe(verdict: LogVerdict) -> str:
     if verdict.line is None:
         return "No failure found."
@@ -221,9 +220,6 @@ def describe(verdict: LogVerdict) -> str:
     if verdict.code != "unknown":
         lines.append(f"\nThe whole page: paceline explain {verdict.code}")
     return "\n".join(lines)
-
-
-_LABELS = ("Why", "Check", "Fix")
 
 
 def _headline(verdict: LogVerdict) -> str:

@@ -40,6 +40,7 @@ _SEND_SECONDS = 10.0
 _CONNECT_SECONDS = 2.0  # per address; callers retry
 _HANDSHAKE_SECONDS = 10.0
 _MIN_TOKEN_LENGTH = 16
+_open_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 class ChannelClosed(Exception):
@@ -178,9 +179,6 @@ def _enable_keepalive(connection: socket.socket) -> None:
         for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
-
-
-_open_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_forked_child() -> None:

@@ -24,6 +24,7 @@ Fingerprint = dict[str, dict[str, str]]  # by aspect ("version", "code", "recipe
 
 _MAX_FILES = 2000  # of code
 _MAX_SHOWN = 60  # characters of a value
+_MAX_BYTES = 16 << 20
 
 
 def fingerprint(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Fingerprint:
@@ -97,9 +98,6 @@ def _hash(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
         return "unreadable"
-
-
-_MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Console:
     def __enter__(self) -> Console:
         _flush()
         self._screen = (os.dup(1), os.dup(2))
-        readers, writers = _terminal() if os.isatty(1) else _pipes()
+        readers, writers = _terminal() if os.isatty(1) else zip(os.pipe(), os.pipe(), strict=True)
         stop_reader, self._stop = os.pipe()
         self._copier = fork()
         if self._copier == 0:
@@ -87,12 +87,7 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _pipes() -> tuple[list[int], list[int]]:
-    (out_reader, out_writer), (error_reader, error_writer) = os.pipe(), os.pipe()
-    return [out_reader, error_reader], [out_writer, error_writer]
-
-
-def _terminal() -> tuple[list[int], list[int]]:
+def _terminal() -> tuple[Sequence[int], Sequence[int]]:
     """A pseudo-terminal of the same size that passes output through unchanged."""
     reader, writer = pty.openpty()
     attributes = termios.tcgetattr(writer)

@@ -39,6 +39,13 @@ from paceline.text import format_duration
 _TICK = 0.25
 _LEAST_CPU = 0.5  # seconds; threads that only wait, for the GIL or to look around, use half of that in a minute
 _FOR_NAMES = 2.0  # seconds in which ranks on a busy machine have found out which operations they are in
+_KEPT = 20  # earlier reports
+# Ranks that made different calls, have ended, or are idle at their end will never continue. Others may only be slow:
+# their run is not stopped before that lasts.
+_FINAL = ("mismatch", "order", "left", "exit")
+Message = dict[str, Any]
+_WORKERS = 16  # children per rank whose stacks are read
+_SILENT = 1.0  # seconds; the page of a rank is at most 0.25 s old
 
 
 class HangDetector:
@@ -162,13 +169,6 @@ def _observation(beat: Heartbeat | None, page: RankPage) -> Observation:
     return Observation(phase, step, counters, waits, seems_to_wait=activity in ("collective", "data"))
 
 
-_KEPT = 20  # earlier reports
-# Ranks that made different calls, have ended, or are idle at their end will never continue. Others may only be slow:
-# their run is not stopped before that lasts.
-_FINAL = ("mismatch", "order", "left", "exit")
-Message = dict[str, Any]
-
-
 class HangReporter:
     """Publishes reports of hangs, and decides whether ranks are stopped (`--on-hang`)."""
 
@@ -233,15 +233,12 @@ class _NextAction(NamedTuple):
 
 def _next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: Standstill) -> _NextAction:
     """What `--on-hang` leads to, after so many restarts."""
+    waits = _NextAction("still waiting", stops=False, ends_run=False)
     if spec.on_hang == "report":
-        return _NextAction(
-            "still waiting (--on-hang restart or stop would stop the ranks)", stops=False, ends_run=False
-        )
+        return waits._replace(text=f"{waits.text} (--on-hang restart or stop would stop the ranks)")
     if not found.lasts and hang.kind not in _FINAL:
         lasting = format_duration(LASTING * found.limit)
-        return _NextAction(
-            f"still waiting, for up to {lasting} (--on-hang {spec.on_hang})", stops=False, ends_run=False
-        )
+        return waits._replace(text=f"{waits.text}, for up to {lasting} (--on-hang {spec.on_hang})")
     if spec.on_hang == "stop":
         return _NextAction("stopping the run (--on-hang stop)")
     if restarts < spec.max_restarts:
@@ -310,10 +307,6 @@ def _earlier(folder: RunFolder) -> list[Any]:
         return [{name: last[name] for name in last if name not in ("evidence", "earlier")}, *last["earlier"]][:_KEPT]
     except (OSError, ValueError, TypeError, KeyError):
         return []
-
-
-_WORKERS = 16  # children per rank whose stacks are read
-_SILENT = 1.0  # seconds; the page of a rank is at most 0.25 s old
 
 
 def collect(logs: RunFolder, pids: Mapping[int, int], node: int) -> list[RankEvidence]:

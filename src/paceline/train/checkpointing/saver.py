@@ -29,6 +29,10 @@ from paceline.train.engine import Engine
 
 _TOLERATED_FAILURES = 2
 _SHORT_WAIT = 32 << 20  # bytes of a rank: writing them takes a moment, so each is saved at its step
+_ON_ERROR_SECONDS = 5.0
+_OR_ALONE_SECONDS = 1.0  # if rank 0 saves alone otherwise: the launcher ends it soon after another rank has died
+UNRECORDED = {"records": "of one rank"}  # among the data of a manifest: the last steps lack the losses of other ranks
+_FEW_STEPS = 10
 
 
 class Saver:
@@ -317,14 +321,6 @@ class Saver:
     def reset(self) -> None:
         """Forget the last saved step, after a checkpoint was loaded."""
         self._saved = None
-
-
-_ON_ERROR_SECONDS = 5.0
-_OR_ALONE_SECONDS = 1.0  # if rank 0 saves alone otherwise: the launcher ends it soon after another rank has died
-UNRECORDED = {"records": "of one rank"}  # among the data of a manifest: the last steps lack the losses of other ranks
-
-
-_FEW_STEPS = 10
 
 
 def few_steps(config: Config) -> int:

@@ -48,6 +48,8 @@ from paceline.train.sync_setup import ReplicaAverage
 _PARTS = ("model/", "model-extra/", "ema/", "optimizer/", "optimizer-values/")
 COMPRESSION, COMM_STATE = "compression", "comm-state"
 _VALUES = "values"
+_KINDS = ("weights", "momentum", "feedback")
+_SCALE = ("scale", "_growth_tracker")
 
 
 def with_means(snapshot: Snapshot, average: ReplicaAverage, *, own: bool = True, planned: bool = False) -> Snapshot:
@@ -152,10 +154,6 @@ def report_other_replicas(engine: Engine, manifest: Manifest) -> None:
         f"the checkpoint is of {plural(saved, 'replica')} that trained apart: {start} from the mean of their weights, "
         f"EMA and optimizer state{outer}"
     )
-
-
-_KINDS = ("weights", "momentum", "feedback")
-_SCALE = ("scale", "_growth_tracker")
 
 
 def _outer(kind: str, name: str) -> str:
