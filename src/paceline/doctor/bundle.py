@@ -42,23 +42,6 @@ _WHOLE = 4 << 20  # bytes of a file that is of no use when cut
 _README_BYTES = 1 << 20
 _MAX_ENTRIES = 10_000  # of a folder
 _MAX_LISTED = 500  # files that the README names as left out
-_README = """\
-A report about the paceline run {run}.
-
-Look through it before you share it. Only what is known to be harmless was let through: paceline's own records, known
-lines of logs, and settings with known names and values. <#1>, <#2>, … stand for the rest, and the same number for the
-same text.
-
-Contents (bytes, name):
-
-{contents}
-
-Left out:
-
-{left_out}
-
-Tensors, profiles and the files of other tools are never included.
-"""
 
 
 def write_bundle(
@@ -131,7 +114,8 @@ class _Members:
     def readme(self, run: str) -> bytes:
         contents = "\n".join(f"{len(content):>10}  {name}" for name, content in self.texts.items())
         left_out = "\n".join(_at_most(self.left_out, _MAX_LISTED))
-        return _README.format(run=run, contents=contents, left_out=left_out or "nothing").encode()[:_README_BYTES]
+        text = Path(__file__).with_name("bundle_readme.md").read_text(encoding="utf-8")
+        return text.format(run=run, contents=contents, left_out=left_out or "nothing").encode()[:_README_BYTES]
 
 
 def _at_most(lines: list[str], number: int) -> list[str]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from paceline.text import plural
@@ -29,9 +32,18 @@ class Finding:
         return {name: value for name, value in asdict(self).items() if value}
 
 
-def graded(check: str, status: Status, what: str, why: str, fix: str) -> Finding:
-    """What is ok needs neither a reason nor a fix."""
-    return Finding(check, status, what) if status == "ok" else Finding(check, status, what, why, fix)
+def graded(check: str, status: Status, what: str, case: str = "", *, host: str = "", **values: object) -> Finding:
+    """With the reason and the fix that advice.toml has for the check, or for a case of it. What is ok needs neither."""
+    if status == "ok":
+        return Finding(check, status, what, host=host)
+    texts = _advice()[check] | (_advice()[check][case] if case else {})
+    why, fix = (texts.get(each, "").format(**values) for each in ("why", "fix"))
+    return Finding(check, status, what, why, fix, host)
+
+
+@cache
+def _advice() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 
 
 def level_of(value: float, fail: float, warn: float) -> Status:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.doctor.finding import Finding, Status
+from paceline.doctor.finding import Finding, Status, graded
 from paceline.text import format_bytes, plural
 
 NOT_FOUND, TIMED_OUT = 127, 124  # exit statuses of a shell and of timeout(1)
@@ -34,12 +34,7 @@ _FAULT = re.compile(r"\[(GPU requires reset|GPU is lost|Unknown Error)\]")
 _THROTTLED = {0x8: "hardware slowdown", 0x20: "too hot", 0x40: "too hot (hardware limit)", 0x80: "power brake"}
 _FREE = 0.8  # of the memory; the driver itself uses less than 1 GiB
 _NVLINK_BOARD = re.compile(r"SXM|HBM3|[HB][23]00$")  # models that are always connected by NVLink, unlike PCIe cards
-_FIXES = {  # part of a message of nvidia-smi → fix
-    "version mismatch": "sudo reboot",
-    "couldn't communicate": "sudo modprobe nvidia; after a kernel update, reinstall the driver",
-    "Unknown Error": "restart the container; on the host: sudo dmesg | grep -i xid, then reboot",
-    "did not answer": "sudo dmesg | grep -i xid, then reboot; if it is only slow: sudo nvidia-smi -pm 1",
-}
+_FAILURES = ("version mismatch", "couldn't communicate", "Unknown Error", "did not answer")  # messages of nvidia-smi
 
 
 class Answer(NamedTuple):
@@ -210,22 +205,19 @@ def check(facts: GpuFacts) -> list[Finding]:
 
 
 def _absence(facts: GpuFacts) -> Finding:
-    on_cpu = "training uses the CPU"
     if facts.failure is None:
-        return Finding("GPUs", "warn", "CUDA_VISIBLE_DEVICES hides all GPUs", on_cpu, "unset CUDA_VISIBLE_DEVICES")
+        return graded("GPUs", "warn", "CUDA_VISIBLE_DEVICES hides all GPUs", "hidden")
     status, output = facts.failure
     message = output.strip().partition("\n")[0]
     if not facts.has_driver and not facts.has_hardware:
         return Finding("GPUs", "ok", "no GPU: training uses the CPU")
     if "No devices were found" in output or (status == NOT_FOUND and facts.has_driver):
         what = f"the NVIDIA driver is loaded, but no GPU is accessible ({message})"
-        fix = "request GPUs from the scheduler (--gpus=1), or start the container with --gpus all"
-        return Finding("GPUs", "warn", what, on_cpu, fix)
+        return graded("GPUs", "warn", what, "not accessible")
     if status == NOT_FOUND:
-        what, fix = "an NVIDIA GPU is installed, but no driver is loaded", "install the NVIDIA driver, then reboot"
-        return Finding("GPUs", "warn", what, on_cpu, fix)
-    fix = next((fix for part, fix in _FIXES.items() if part in output), "sudo dmesg | grep -i -E 'nvrm|xid'")
-    return Finding("GPUs", "fail", f"nvidia-smi failed: {message}", "CUDA does not work, either", fix)
+        return graded("GPUs", "warn", "an NVIDIA GPU is installed, but no driver is loaded", "no driver")
+    case = next((part for part in _FAILURES if part in output), "nvidia-smi failed")
+    return graded("GPUs", "fail", f"nvidia-smi failed: {message}", case)
 
 
 def _models(gpus: Sequence[Gpu]) -> Finding:
@@ -233,12 +225,8 @@ def _models(gpus: Sequence[Gpu]) -> Finding:
     for gpu in gpus:
         kinds.setdefault(f"{gpu.name} ({_size(gpu.memory)}{', MIG' * gpu.is_mig})", []).append(gpu.index)
     what = ", ".join(f"{len(indices)} × {kind}" for kind, indices in kinds.items())
-    if len(kinds) == 1:
-        return Finding("GPUs", "ok", what)
-    why = "the slowest GPU sets the pace, and the one with the least memory limits the micro-batch"
     most = max(kinds.values(), key=len)
-    fix = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(map(str, most))}"
-    return Finding("GPUs", "warn", what, why, fix)
+    return graded("GPUs", "ok" if len(kinds) == 1 else "warn", what, "different", most=",".join(map(str, most)))
 
 
 def _size(memory: int | None) -> str:
@@ -254,15 +242,13 @@ def _occupation(facts: GpuFacts) -> list[Finding]:
     full = [f"GPU {index}: {share:.0%} free" for index, share in free.items() if share < _FREE]
     pids = " ".join(dict.fromkeys(str(each.pid) for each in others))
     return [
-        _judge("GPU processes", "warn", users, "no other processes", "ranks share memory and compute with them",
-               f"if they are left over: kill {pids}; otherwise use other GPUs (CUDA_VISIBLE_DEVICES)"),
-        _judge("GPU memory", "warn", full, f"at least {min(free.values(), default=1):.0%} free",
-               "what fits into an empty GPU may not fit", "sudo fuser -v /dev/nvidia* on the host lists all processes"),
-    ]  # fmt: skip
+        _judge("GPU processes", "warn", users, "no other processes", pids=pids),
+        _judge("GPU memory", "warn", full, f"at least {min(free.values(), default=1):.0%} free"),
+    ]
 
 
-def _judge(check: str, status: Status, bad: Sequence[str], good: str, why: str, fix: str) -> Finding:
-    return Finding(check, status, "; ".join(bad), why, fix) if bad else Finding(check, "ok", good)
+def _judge(check: str, status: Status, bad: Sequence[str], good: str, pids: str = "") -> Finding:
+    return graded(check, status if bad else "ok", "; ".join(bad) or good, pids=pids)
 
 
 def _health(gpus: Sequence[Gpu]) -> list[Finding]:
@@ -278,17 +264,11 @@ def _health(gpus: Sequence[Gpu]) -> list[Finding]:
             slow.append(f"GPU {gpu.index}: {', '.join(reasons)}, {gpu.temperature} °C")
     mode_status: Status = "fail" if any("Prohibited" in mode for mode in modes) else "warn"
     return [
-        _judge("compute mode", mode_status, modes, "default",
-               "in exclusive mode a GPU rejects a second process, in prohibited mode every process",
-               "sudo nvidia-smi -c DEFAULT"),
-        _judge("PCIe", "warn", narrow, "all links have full width",
-               "copies between host and GPU, and between GPUs without NVLink, are slower",
-               "reseat the card or its riser, or use a slot with more lanes"),
-        _judge("GPU errors", "fail", errors, "no uncorrected ECC errors", "training on this GPU fails",
-               "sudo nvidia-smi --gpu-reset -i N, or reboot; if errors return, have the GPU replaced"),
-        _judge("GPU clocks", "warn", slow, "not throttled", "the other ranks wait for the slowest GPU",
-               "check fans, airflow and power supply: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"),
-    ]  # fmt: skip
+        _judge("compute mode", mode_status, modes, "default"),
+        _judge("PCIe", "warn", narrow, "all links have full width"),
+        _judge("GPU errors", "fail", errors, "no uncorrected ECC errors"),
+        _judge("GPU clocks", "warn", slow, "not throttled"),
+    ]
 
 
 def _links(facts: GpuFacts) -> Finding:
@@ -307,5 +287,4 @@ def _links(facts: GpuFacts) -> Finding:
         if not gpu.is_mig and not all(links := facts.links.get(gpu.index, ()))
         and (is_connected or _NVLINK_BOARD.search(gpu.name))
     ]  # fmt: skip
-    fix = "sudo dmesg | grep -i nvlink; sudo systemctl restart nvidia-fabricmanager (NVSwitch), or reseat the bridge"
-    return _judge("NVLink", "warn", inactive, good, "collectives are slower, or use PCIe", fix)
+    return _judge("NVLink", "warn", inactive, good)

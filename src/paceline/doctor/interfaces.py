@@ -130,20 +130,15 @@ def _listeners(root: Path) -> dict[int, str]:
 
 def check(facts: InterfaceFacts, *, port: int | None, several_hosts: bool) -> list[Finding]:
     """`port`: of the coordinator; None: the default."""
-    what, why = facts.loopback_error, "ranks on this machine cannot connect to each other"
-    loopback = graded(
-        "loopback", "fail" if what else "ok", what or f"{LOOPBACK} accepts connections", why, "sudo ip link set lo up"
-    )
+    error = facts.loopback_error
     low, high = facts.ephemeral
     are_few = high - low + 1 < _FEW_PORTS
-    why = "each connection between ranks takes one; without a free one, ranks cannot connect"
-    fix = "sudo sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     return [
-        loopback,
+        graded("loopback", "fail" if error else "ok", error or f"{LOOPBACK} accepts connections"),
         _interface(facts) if several_hosts else Finding("network interface", "ok", "lo: ranks are on one machine"),
         _host_name(facts, several_hosts),
         _port(facts.listeners, port, several_hosts),
-        graded("ephemeral ports", "warn" if are_few else "ok", f"{'only ' * are_few}{low} to {high}", why, fix),
+        graded("ephemeral ports", "warn" if are_few else "ok", f"{'only ' * are_few}{low} to {high}"),
     ]
 
 
@@ -153,39 +148,29 @@ def _interface(facts: InterfaceFacts) -> Finding:
     virtual = [f"{each.name} ({each.address})" for each in up if _VIRTUAL.match(each.name)]
     used = next((each for each in up if each.name == (facts.chosen or facts.route)), None)
     if not up:
-        what = "no interface except loopback is up and has an IPv4 address"
-        return Finding(check, "fail", what, "other hosts cannot be reached", "ip -br address lists the interfaces")
+        return graded(check, "fail", "no interface except loopback is up and has an IPv4 address", "none")
     if used is None and facts.chosen:
         what = f"GLOO_SOCKET_IFNAME={facts.chosen} is not one of {', '.join(each.name for each in up)}"
-        return Finding(check, "fail", what, "gloo cannot bind to it", "unset GLOO_SOCKET_IFNAME, or correct it")
+        return graded(check, "fail", what, "wrong")
     if used is None:
         what = f"no route to other hosts through {', '.join(each.name for each in up)}"
-        return Finding(check, "warn", what, "the interface cannot be detected", f"pass --interface {up[0].name}")
+        return graded(check, "warn", what, "no route", name=up[0].name)
     what = f"{used.name} ({used.address}, MTU {used.mtu}{f', {used.speed} Mb/s' * (used.speed > 0)})"
     if 0 < used.speed < _SLOW:
-        fix = f"check the cable and the switch (ethtool {used.name}), or pass --interface with a faster one"
-        return Finding(check, "warn", what, f"1 GB of gradients takes {8000 / used.speed:.0f} s", fix)
+        return graded(check, "warn", what, "slow", name=used.name, seconds=f"{8000 / used.speed:.0f}")
     if virtual and not facts.chosen:
-        why = "without paceline launch, ranks may choose an interface that other hosts cannot reach"
-        return Finding(check, "warn", f"{what}, and {', '.join(virtual)}", why, _export(used.name))
+        return graded(check, "warn", f"{what}, and {', '.join(virtual)}", "virtual", name=used.name)
     return Finding(check, "ok", what)
-
-
-def _export(interface: str) -> str:
-    return f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
 
 
 def _host_name(facts: InterfaceFacts, several_hosts: bool) -> Finding:
     what = f"{facts.host} resolves to {', '.join(facts.addresses)}"
-    fix = f"write its address into /etc/hosts: ADDRESS {facts.host}"
     if facts.host_error:
         what = f"{facts.host} does not resolve: {facts.host_error}"
-        return Finding("host name", "warn", what, "gloo looks for the address of this machine by name", fix)
-    if several_hosts and all(map(is_loopback, facts.addresses)) and not facts.chosen:
-        why = "without paceline launch, gloo tells this address to the other hosts"
-        fix = f"{_export(facts.route)}, or {fix}" if facts.route else fix
-        return Finding("host name", "warn", what, why, fix)
-    return Finding("host name", "ok", what)
+        return graded("host name", "warn", what, host_name=facts.host)
+    is_wrong = several_hosts and all(map(is_loopback, facts.addresses)) and not facts.chosen
+    case = "loopback with a route" if facts.route else "loopback"
+    return graded("host name", "warn" if is_wrong else "ok", what, case, host_name=facts.host, route=facts.route)
 
 
 def _port(listeners: Mapping[int, str], port: int | None, several_hosts: bool) -> Finding:
@@ -196,8 +181,7 @@ def _port(listeners: Mapping[int, str], port: int | None, several_hosts: bool) -
     taken = [f"{each} is in use by {listeners[each]}" for each in ports if each in listeners]
     if not taken:
         return Finding("port", "ok", f"{' and '.join(map(str, ports))} free")
-    fix = f"use another port: --master HOST:{first + 100}" if several_hosts else "use another port, or none"
-    return Finding("port", "fail", ", ".join(taken), "the launch fails (launch.port-in-use)", fix)
+    return graded("port", "fail", ", ".join(taken), "several hosts" if several_hosts else "", other=first + 100)
 
 
 _DMA_BUF = (5, 12)  # the first Linux in which ports access GPU memory without a module for it
@@ -256,9 +240,8 @@ def check_fabric(facts: FabricFacts, gpus: int, several_hosts: bool) -> list[Fin
     active = [port for port in ports if port.state == "ACTIVE"]
     findings = [_states("InfiniBand" if infiniband else "RoCE", ports, active, several_hosts)]
     if gpus and active:
-        why, fix = "data between nodes is copied through host memory", "sudo modprobe nvidia_peermem"
         what = facts.peer_memory or "not available: nvidia_peermem is not loaded"
-        findings.append(graded("GPUDirect RDMA", "ok" if facts.peer_memory else "warn", what, why, fix))
+        findings.append(graded("GPUDirect RDMA", "ok" if facts.peer_memory else "warn", what))
     return findings
 
 

@@ -8,30 +8,15 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import tomllib
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 
 _TEXT = (".py", ".md", ".toml", ".yaml")
-# What may have a long number: a name of this kind beside it, or in the key of a value.
-_QUANTITIES = frozenset([
-    "rank", "ranks", "step", "steps", "epoch", "epochs", "world", "node", "nodes", "line", "lines", "loss", "batch",
-    "size", "sizes", "second", "seconds", "sec", "ms", "time", "times", "bytes", "byte", "kib", "mib", "gib", "kb",
-    "mb", "gb", "samples", "sample", "tokens", "dim", "dims", "dimension", "layer", "layers", "conv", "fc", "mat",
-    "length", "shape", "shapes", "offset", "offsets", "start", "stop", "end", "count", "total", "num", "max", "min",
-    "per", "interval", "parameters", "params", "parameter", "weight", "memory", "flops", "tflops", "features",
-    "channels", "hidden", "width", "height", "heads", "embedding", "vocab", "seed", "port", "gpu", "gpus", "cuda",
-    "device", "stage", "eth", "ib", "sm", "cu", "fp", "bf", "int", "uint", "float", "scale", "initial", "numel",
-    "generation", "horizon", "index", "indices", "worker", "workers", "limit", "limits", "inodes", "ports", "free",
-])  # fmt: skip
-_SECRET = re.compile(
-    r"pass(?:es|w\w*|phrases?|codes?)?|pwds?|pw|secrets?|credentials?|creds?|pins?|otp|cookies?|auth\w*|oauth|bearer|"
-    r"signatures?|logins?|unlock|licen[cs]es?|jwt|apikey|private|signing"
-)
-_DOUBTFUL = re.compile(  # names of secrets, and of harmless things: their values have to be words that are known
-    r"keys?|codes?|tokens?|ids?|users?|accounts?|cards?|numbers?|phones?|access|session|serial|combination|answers?|"
-    r"verification|security|certificates?|hash|uuid"
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_QUANTITIES = frozenset(_TABLES["quantities"].split())
+_SECRET, _DOUBTFUL = (re.compile("|".join(_TABLES[kind].split())) for kind in ("secret", "doubtful"))
 _FLAG = {"pin_memory", "pass", "passed", "passes"}  # the words in other senses: `pre-flight passed`, `forward pass`
 _PARTS = re.compile(r"[^\W_]+")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")

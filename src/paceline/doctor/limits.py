@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from paceline.doctor.finding import Finding, graded, level_of
+from paceline.doctor.finding import Finding, Status, graded, level_of
 from paceline.text import format_bytes, plural
 
 _MIB, _GIB = 2**20, 2**30
@@ -35,16 +35,6 @@ _UNLIMITED = 2**60  # cgroup v1 has no word for it, but a number above any memor
 _V1_QUOTA = ("quota", "period")
 _CLOCK_SLACK = 86400.0  # seconds: files may come from a machine whose clock is ahead
 _TIME_ERROR = 5  # answer of adjtimex(2): not synchronized
-
-_SHM_FIX = (
-    "docker run --shm-size=16g or --ipc=host; in Kubernetes, mount an emptyDir with medium: Memory at /dev/shm; "
-    "otherwise: sudo mount -o remount,size=16G /dev/shm"
-)
-_LOCKED_FIX = (
-    "docker run --ulimit memlock=-1; for SLURM, LimitMEMLOCK=infinity in the unit of slurmd; otherwise in "
-    "/etc/security/limits.conf: * - memlock unlimited, then log in again"
-)
-_CLOCK_FIX = "sudo timedatectl set-ntp true, or start chronyd; for a container, on its host"
 
 
 @dataclass(frozen=True)
@@ -217,48 +207,41 @@ def _count(number: float) -> str:
 
 
 def _judge_shared_memory(facts: LimitFacts) -> Finding:
-    why = "loader workers and NCCL use it: when it is full, ranks are killed by SIGBUS"
     if facts.shm is None:
-        return Finding("shared memory", "fail", "/dev/shm does not exist", why, "sudo mount -t tmpfs shm /dev/shm")
+        return graded("shared memory", "fail", "/dev/shm does not exist", "missing")
     size, free = facts.shm
     what = f"/dev/shm: {_size(size)}, {_size(free)} free"
-    left_over = "when no job is running, delete what killed jobs left: rm /dev/shm/torch_* /dev/shm/nccl-*"
-    fix = _SHM_FIX if size < _SHM_WARN else left_over
-    return graded("shared memory", level_of(free, _SHM_FAIL + 1, _SHM_WARN), what, why, fix)
+    case = "small" if size < _SHM_WARN else "full"
+    return graded("shared memory", level_of(free, _SHM_FAIL + 1, _SHM_WARN), what, case)
 
 
 def _judge_open_files(facts: LimitFacts) -> Finding:
     soft, hard = facts.open_files
     what = f"limit: {_count(soft)} (hard limit: {_count(hard)})"
-    why = 'ranks, loader workers and shared tensors take descriptors: "Too many open files" in the middle of an epoch'
-    fix = f"ulimit -n {_count(min(hard, _ENOUGH_FILES))}"
-    if hard < _OPEN_FILES:
-        fix = f"docker run --ulimit nofile={_ENOUGH_FILES}, or in /etc/security/limits.conf: * - nofile {_ENOUGH_FILES}"
-    return graded("open files", "ok" if soft >= _OPEN_FILES else "warn", what, why, fix)
+    is_low = hard < _OPEN_FILES
+    case, enough = ("hard", _ENOUGH_FILES) if is_low else ("", min(hard, _ENOUGH_FILES))
+    return graded("open files", "ok" if soft >= _OPEN_FILES else "warn", what, case, enough=_count(enough))
 
 
 def _judge_locked_memory(facts: LimitFacts, has_infiniband: bool) -> Finding:
     what = f"limit: {_size(facts.locked_memory)}"
     if not has_infiniband:
         return Finding("locked memory", "ok", f"{what}; only InfiniBand needs more")
-    why = 'NCCL cannot register its buffers with the InfiniBand adapter: "ibv_reg_mr failed: Cannot allocate memory"'
-    return graded("locked memory", level_of(facts.locked_memory, _LOCKED, 0), what, why, _LOCKED_FIX)
+    return graded("locked memory", level_of(facts.locked_memory, _LOCKED, 0), what)
 
 
 def _judge_threads(facts: LimitFacts, ranks: int) -> Finding:
     what = f"can still be started: {_count(facts.threads)}"
-    why = f'{plural(ranks, "rank")} with loader workers may need {ranks * _THREADS_WARN}: "can\'t start new thread"'
-    fix = "ulimit -u unlimited; docker run --pids-limit=-1; in Kubernetes, podPidsLimit of the kubelet"
-    return graded("threads", level_of(facts.threads, ranks * _THREADS_FAIL, ranks * _THREADS_WARN), what, why, fix)
+    status = level_of(facts.threads, ranks * _THREADS_FAIL, ranks * _THREADS_WARN)
+    return graded("threads", status, what, ranks=plural(ranks, "rank"), number=ranks * _THREADS_WARN)
 
 
 def _judge_memory(facts: LimitFacts, ranks: int) -> Finding:
     what = f"{_size(facts.memory)} available for {plural(ranks, 'rank')}"
-    why, fix = "the OOM killer ends a rank with SIGKILL, without a message", "end other processes, or start fewer ranks"
-    if facts.memory_limit < math.inf:
+    if is_limited := facts.memory_limit < math.inf:
         what += f" (limit of the cgroup: {_size(facts.memory_limit)})"
-        fix = "raise the limit: docker run --memory, resources.limits.memory in Kubernetes, sbatch --mem"
-    return graded("memory", level_of(facts.memory, ranks * _MEMORY_FAIL, ranks * _MEMORY_WARN), what, why, fix)
+    status = level_of(facts.memory, ranks * _MEMORY_FAIL, ranks * _MEMORY_WARN)
+    return graded("memory", status, what, "limited" if is_limited else "")
 
 
 def _judge_cores(facts: LimitFacts, ranks: int) -> Finding:
@@ -267,26 +250,21 @@ def _judge_cores(facts: LimitFacts, ranks: int) -> Finding:
     if is_limited:
         what += f" (limit of the cgroup; the machine shows {facts.affinity})"
     if facts.cores < ranks:
-        why = "ranks take turns on the cores, and wait for each other in every step"
-        fix = "start fewer ranks, or allow more cores: srun --cpus-per-task, docker run --cpus or --cpuset-cpus"
-        return Finding("cores", "warn", what, why, fix)
-    why = "torch starts a thread for each core that it sees; the kernel stops them all when the quota is used up"
-    fix = f"export OMP_NUM_THREADS={int(facts.cores) // ranks}"
-    return graded("cores", "warn" if is_limited and not facts.has_thread_count else "ok", what, why, fix)
+        return graded("cores", "warn", what, "few")
+    status: Status = "warn" if is_limited and not facts.has_thread_count else "ok"
+    return graded("cores", status, what, "limited", share=int(facts.cores) // ranks)
 
 
 def _judge_clock(facts: LimitFacts) -> Finding:
     now, newest = (datetime.fromtimestamp(moment, UTC) for moment in (facts.now, facts.newest_file))
     what = f"the clock says {now:%Y-%m-%d %H:%M} UTC; the newest installed file is from {newest:%Y-%m-%d}"
-    why = "TLS certificates appear invalid, so that downloads fail, and a new checkpoint looks older than an old one"
     is_late = facts.now < facts.newest_file - _CLOCK_SLACK
-    return graded("clock", "fail" if is_late else "ok", what, why, _CLOCK_FIX)
+    return graded("clock", "fail" if is_late else "ok", what)
 
 
 def _judge_synchronization(facts: LimitFacts, several_hosts: bool) -> Finding:
     states = {True: "synchronized", False: "not synchronized", None: "unknown"}
     is_unused = not several_hosts and not facts.is_synchronized
     what = states[facts.is_synchronized] + "; only logs of several hosts are ordered by it" * is_unused
-    why = "logs and events of different hosts are ordered by their clocks, which drift apart"
     is_wrong = several_hosts and facts.is_synchronized is False
-    return graded("clock synchronization", "warn" if is_wrong else "ok", what, why, _CLOCK_FIX)
+    return graded("clock synchronization", "warn" if is_wrong else "ok", what)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import median
 
-from paceline.doctor.finding import Finding, Status
+from paceline.doctor.finding import Finding, Status, graded
 from paceline.text import plural
 
 CONNECT_SECONDS = 3.0
@@ -239,30 +239,26 @@ def judge_nodes(nodes: Sequence[NodeFacts]) -> list[Finding]:
         f"on {name}: sudo ip link set dev {node.interface} mtu {low}"
         for name, node in zip(names, nodes, strict=True) if node.mtu > low
     ]  # fmt: skip
-    found = [
-        _alike("versions", names, versions, "fail", "the launcher rejects nodes with different versions",
-               "install the same versions of Python, paceline and torch on every node"),
-    ]  # fmt: skip
+    found = [_alike("versions", names, versions, "fail", "on nodes")]
     if any(models) and not all(models):
-        why = "ranks with and without a GPU use different backends and cannot communicate"
-        fix = "check nvidia-smi on the nodes without; or train on the CPU of every node: device=cpu"
-        found.append(_alike("GPUs", names, [each or "no GPU" for each in models], "fail", why, fix))
+        found.append(_alike("GPUs", names, [each or "no GPU" for each in models], "fail", "on some nodes"))
     else:
-        why, fix = "every step takes as long as on the slowest node", "use nodes with the same GPUs"
-        found.append(_alike("GPUs", names, [each or _NO_GPU for each in models], "warn", why, fix))
+        found.append(_alike("GPUs", names, [each or _NO_GPU for each in models], "warn", "on nodes"))
     if low:  # known on every node
-        why = "packets that are too large for a part of the network are dropped or split"
-        found.append(_alike("MTU", names, [str(node.mtu) for node in nodes], "warn", why, "; ".join(shrink)))
+        found.append(_alike("MTU", names, [str(node.mtu) for node in nodes], "warn", commands="; ".join(shrink)))
     return found
 
 
-def _alike(check: str, names: Sequence[str], values: Sequence[str], status: Status, why: str, fix: str) -> Finding:
+def _alike(
+    check: str, names: Sequence[str], values: Sequence[str], status: Status, case: str = "", commands: str = ""
+) -> Finding:
     if len(set(values)) == 1:
         return Finding(check, "ok", f"{values[0]}{' on every node' * (len(values) > 1)}")
     groups: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=True):
         groups.setdefault(value, []).append(name)
-    return Finding(check, status, "; ".join(f"{', '.join(who)}: {value}" for value, who in groups.items()), why, fix)
+    what = "; ".join(f"{', '.join(who)}: {value}" for value, who in groups.items())
+    return graded(check, status, what, case, commands=commands)
 
 
 def judge_links(nodes: Sequence[NodeFacts], links: Sequence[Link]) -> list[Finding]:
@@ -284,16 +280,11 @@ def _broken(nodes: Sequence[NodeFacts], names: Sequence[str], link: Link) -> Fin
     here, there = nodes[link.source], nodes[link.target]
     way = f"{names[link.source]} ({here.address}) to {names[link.target]} ({there.address}:{there.port})"
     if not link.is_open:
-        why = f"a firewall on {names[link.target]}, or between the two, blocks this direction; ranks use any port"
-        fix = f"on {names[link.target]}: {open_ports(here.address)}"
-        return Finding("connections", "fail", f"No connection from {way}: {link.error}.", why, fix, names[link.target])
-    what = f"Large messages do not arrive from {way}: {link.error}. Small ones do."
-    why = "usually a part of the network has a smaller MTU than the nodes, and drops full packets"
-    fix = (
-        f"on {names[link.source]}: ping -M do -s {here.mtu - 28} {there.address} shows it; use a smaller MTU on every "
-    )
-    fix += f"node (sudo ip link set dev {here.interface} mtu 1400), or the same one on the switches between them"
-    return Finding("connections", "fail", what, why, fix, names[link.source])
+        what, host = f"No connection from {way}: {link.error}.", names[link.target]
+        return graded("connections", "fail", what, "closed", host=host, on=host, command=open_ports(here.address))
+    what, host = f"Large messages do not arrive from {way}: {link.error}. Small ones do.", names[link.source]
+    ping = f"ping -M do -s {here.mtu - 28} {there.address}"
+    return graded("connections", "fail", what, "large", host=host, on=host, ping=ping, interface=here.interface)
 
 
 def _judge_latency(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
@@ -301,9 +292,7 @@ def _judge_latency(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
     slow = [each for each in found if each[2] > _SLOW_LATENCY]
     if not slow:
         return Finding("latency", "ok", f"at most {found[0][0]} for a round trip ({found[0][1]})")
-    why = "a collective takes several round trips; machines of one cluster usually have less than 0.5 ms"
-    fix = "use nodes in the same data center and subnet, without VPN or tunnel; --interface selects the network"
-    return Finding("latency", "warn", f"Slow round trips: {_list(slow)}.", why, fix)
+    return graded("latency", "warn", f"Slow round trips: {_list(slow)}.")
 
 
 def _judge_bandwidth(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
@@ -314,10 +303,7 @@ def _judge_bandwidth(links: Sequence[tuple[str, LinkTimes]]) -> Finding:
     slow = [each for each in found if each[2] < max(_SLOW_BANDWIDTH, min(usual / 2, _SURE_BANDWIDTH))]
     if not slow:
         return Finding("bandwidth", "ok", f"at least {found[0][0]} in one TCP stream ({found[0][1]})")
-    why = f"all ranks wait for the slowest link; the median of all links is {usual / 1e9:.2g} Gbit/s"
-    fix = "check cable, port and negotiated speed (ethtool INTERFACE); --interface selects the network; "
-    fix += "`paceline bench comm RECIPE` advises on settings that communicate less"
-    return Finding("bandwidth", "warn", f"Slow links: {_list(slow)}.", why, fix)
+    return graded("bandwidth", "warn", f"Slow links: {_list(slow)}.", median=f"{usual / 1e9:.2g} Gbit/s")
 
 
 def _list(slow: Sequence[tuple[str, str, float]]) -> str:
@@ -347,8 +333,7 @@ def judge_clock(offset: float, reference: str, host: str) -> Finding:
     way = "ahead of" if offset > 0 else "behind"
     status: Status = "fail" if abs(offset) > _CLOCK_FAIL else "warn"
     what = f"The clock of {host} is {abs(offset):.1f} s {way} that of {reference}."
-    why = "times in logs, and of files that nodes share, cannot be compared; credentials may be rejected as expired"
-    return Finding("clock", status, what, why, f"on {host}: sudo timedatectl set-ntp true", host)
+    return graded("clock", status, what, "apart", host=host, on=host)
 
 
 def format_ms(seconds: float) -> str:

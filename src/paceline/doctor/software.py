@@ -99,8 +99,7 @@ def _first(pattern: str, text: str) -> str:
 
 def check(gpus: Sequence[Gpu], facts: SoftwareFacts | None = None) -> list[Finding]:
     facts = facts or read()
-    fix, is_old = "create an environment with Python 3.11", _version(facts.python) < _PYTHON
-    python = graded("Python", "fail" if is_old else "ok", facts.python, "paceline requires 3.11", fix)
+    python = graded("Python", "fail" if _version(facts.python) < _PYTHON else "ok", facts.python)
     findings = [python, Finding("paceline", "ok", __version__), _torch(facts, gpus)]
     if gpus or facts.driver or facts.nvml:
         findings.append(_driver(facts, gpus))
@@ -109,8 +108,7 @@ def check(gpus: Sequence[Gpu], facts: SoftwareFacts | None = None) -> list[Findi
     if facts.nccl:
         findings.append(_nccl(facts))
     if facts.cudnn_error:
-        fix = "remove the other cuDNN from LD_LIBRARY_PATH"
-        findings.append(Finding("cuDNN", "fail", facts.cudnn_error, "convolutions and attention fail", fix))
+        findings.append(graded("cuDNN", "fail", facts.cudnn_error))
     elif facts.cudnn:
         findings.append(Finding("cuDNN", "ok", facts.cudnn))
     return findings
@@ -145,8 +143,7 @@ def _install(gpus: Sequence[Gpu]) -> str:
 def _driver(facts: SoftwareFacts, gpus: Sequence[Gpu]) -> Finding:
     if facts.nvml:
         what = f"kernel module {facts.driver or 'unknown'}, library {facts.nvml}"
-        why = "CUDA does not start: the driver was updated without a reboot, or the image of a container has its own"
-        return Finding("NVIDIA driver", "fail", what, why, "sudo reboot")
+        return graded("NVIDIA driver", "fail", what)
     driver = next((gpu.driver for gpu in gpus if gpu.driver), facts.driver)
     what = driver + (f", for CUDA up to {facts.driver_cuda}" if facts.driver_cuda else "")
     major = _version(facts.cuda)[:1]
@@ -183,5 +180,4 @@ def _nccl(facts: SoftwareFacts) -> Finding:
     if facts.loaded_nccl in ("", facts.nccl):
         return Finding("NCCL", "ok", facts.nccl)
     what = f"{facts.loaded_nccl} is loaded ({facts.nccl_path}), but torch was built with {facts.nccl}"
-    why = "collectives fail or hang if nodes load different versions"
-    return Finding("NCCL", "warn", what, why, "remove its folder from LD_LIBRARY_PATH, or it from LD_PRELOAD")
+    return graded("NCCL", "warn", what)

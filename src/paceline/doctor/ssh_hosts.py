@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.doctor import links, remote_probe
-from paceline.doctor.finding import Finding
+from paceline.doctor.finding import Finding, graded
 from paceline.doctor.links import LinkServer, judge_clock, open_ports
 from paceline.launcher.backends.ssh import Host, remote_command, ssh_argv
 from paceline.launcher.cluster.fingerprint import fingerprint
@@ -30,15 +30,10 @@ from paceline.runtime.network import listen, own_addresses_of
 SECONDS = 15.0  # for a host
 _LOGIN_SECONDS = 5
 _MAX_THREADS = 64
-_LOGIN_FIXES = (  # by what ssh says; {host} and {machine} are with and without the user
-    ("identification has changed", "if {machine} was reinstalled: ssh-keygen -R {machine}; then ssh {host} once"),
-    ("host key verification failed", "log in once and confirm the host key: ssh {host}"),
-    ("could not resolve", "check the spelling; add {machine} to ~/.ssh/config (HostName) or to /etc/hosts"),
-    ("permission denied", "ssh-copy-id {host}; if the key has a passphrase: ssh-add"),
-    ("connection refused", "start sshd there: sudo systemctl enable --now ssh; or pass its port: --ssh 'ssh -p 2222'"),
-    ("timed out", "check that {machine} is running, and that its firewall allows ssh: sudo ufw allow ssh"),
-    ("no route to host", "check that {machine} is running and in a network that this machine reaches: ping {machine}"),
-)
+_REFUSALS = (  # of ssh; the first one that it says counts
+    "identification has changed", "host key verification failed", "could not resolve", "permission denied",
+    "connection refused", "timed out", "no route to host",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,7 @@ def check(
 ) -> list[Finding]:
     """Findings about every host. `address`: of this machine, if the user chose one (--address)."""
     if shutil.which(ssh[0]) is None:
-        fix = "install the OpenSSH client (Debian: openssh-client), or pass another program with --ssh"
-        return [Finding("login", "fail", f"Program not found: {ssh[0]!r}.", fix=fix)]
+        return [graded("login", "fail", f"Program not found: {ssh[0]!r}.", "no ssh")]
     token = secrets.token_bytes(links.TOKEN_BYTES)
     with (
         closing(LinkServer(listen(address or "0.0.0.0", None), token)) as server,
@@ -114,21 +108,19 @@ def judge(
         Finding("login", "ok", f"ssh {name}", host=name),
         _judge_versions(name, facts["versions"], here, python),
     ]
-    if facts.get("has_folder", True):
-        findings.append(Finding("working directory", "ok", folder, host=name))
-    else:
-        why, fix = "ranks run in the same working directory on every node", f"ssh {name} mkdir -p {shlex.quote(folder)}"
-        fix += "; or launch from a directory on a shared file system"
-        findings.append(Finding("working directory", "fail", f"{folder} does not exist on {name}.", why, fix, name))
+    is_there = facts.get("has_folder", True)
+    what, command = folder if is_there else f"{folder} does not exist on {name}.", f"mkdir -p {shlex.quote(folder)}"
+    findings.append(
+        graded("working directory", "ok" if is_there else "fail", what, host=name, on=name, command=command)
+    )
     findings += _judge_connection_back(name, facts)
     error = facts.get("import_error")
     if error and "not installed" not in facts["versions"].values():  # which is the cause, and reported already
-        fix = f"run there: {shlex.quote(python)} -c 'import paceline, torch'"
-        findings.append(Finding("imports", "fail", f"An import fails on {name}: {error}.", fix=fix, host=name))
+        what, python = f"An import fails on {name}: {error}.", shlex.quote(python)
+        findings.append(graded("imports", "fail", what, "failed", host=name, python=python))
     elif error is None:
         what = f"Importing torch on {name} takes more than {seconds:g} s."
-        why = "every launch waits for it; usually torch is installed on a slow shared file system"
-        findings.append(Finding("imports", "warn", what, why, "install torch on a local disk", name))
+        findings.append(graded("imports", "warn", what, "slow", host=name))
     return findings
 
 
@@ -139,14 +131,12 @@ def _judge_login(host: Host, answer: HostAnswer, python: str, seconds: float) ->
     if answer.status in (None, 255):
         happened = "Cannot log in to" if answer.status else f"No answer within {seconds:g} s from"
         said = answer.errors.lower() if answer.status else "timed out"
-        fix = next((fix for words, fix in _LOGIN_FIXES if words in said), "see what fails: ssh -v {host}")
-        fix = fix.format(host=host.name, machine=host.machine)
-        return [Finding("login", "fail", f"{happened} {host.name}{last}", "", fix, host.name)]
+        case, what = next((words for words in _REFUSALS if words in said), ""), f"{happened} {host.name}{last}"
+        return [graded("login", "fail", what, case, host=host.name, on=host.name, machine=host.machine)]
     what = f"The interpreter {python} cannot be used on {host.name} (exit status {answer.status}){last}"
-    fix = "install paceline there under the same path, or pass --python /path/to/python3"
     return [
         Finding("login", "ok", f"ssh {host.name}", host=host.name),
-        Finding("versions", "fail", what, "launchers run in it", fix, host.name),
+        graded("versions", "fail", what, "no interpreter", host=host.name),
     ]
 
 
@@ -176,7 +166,5 @@ def _judge_connection_back(name: str, facts: Mapping[str, Any]) -> list[Finding]
             judge_clock(connection["clock_offset"], "this machine", name),
         ]
     tried = "; ".join(connection.get("errors", ())) or "it did not end in time"
-    fix = f"on this machine: {open_ports(facts.get('address') or 'ADDRESS')}"
-    fix += "; if it has another address for them: --address"
-    why = "launchers connect to this machine, and a firewall blocks it"
-    return [Finding("connection back", "fail", f"{name} cannot connect to this machine: {tried}.", why, fix, name)]
+    what, command = f"{name} cannot connect to this machine: {tried}.", open_ports(facts.get("address") or "ADDRESS")
+    return [graded("connection back", "fail", what, host=name, command=command)]

@@ -26,18 +26,12 @@ _TEMPORARY_WARN = _GIB  # torch.compile and Triton build there
 # A loader worker opens the Unix socket TMPDIR/pymp-12345678/listener-12345678, and Linux allows 107 characters.
 _LONGEST_TMPDIR = 107 - len("/pymp-12345678/listener-12345678")
 
-_ELSEWHERE = "use a folder on another disk (run: /data/runs/NAME in the recipe)"
-_FILESYSTEMS = {  # pattern of types → what it is, and why not to use it
-    r"nfs4?|lustre|gpfs|beegfs\w*|(fuse\.)?(ceph\S*|glusterfs)|wekafs|panfs|cifs|smb3?|9p": (
-        "a network filesystem",
-        "",
-    ),
-    r"fuse\.(s3fs|gcsfuse|goofys|blobfuse2?|rclone)": (
-        "an object store",
-        "a rename copies the whole object, so that a crash may leave half a checkpoint",
-    ),
-    r"tmpfs|ramfs": ("in memory", "checkpoints take memory from the ranks, and are lost at a reboot"),
-    r"overlay": ("the writable layer of a container", "checkpoints are deleted with the container"),
+_NETWORK = "a network filesystem"  # can be used; advice.toml has a reason against each of the others
+_FILESYSTEMS = {  # pattern of types → what it is
+    r"nfs4?|lustre|gpfs|beegfs\w*|(fuse\.)?(ceph\S*|glusterfs)|wekafs|panfs|cifs|smb3?|9p": _NETWORK,
+    r"fuse\.(s3fs|gcsfuse|goofys|blobfuse2?|rclone)": "an object store",
+    r"tmpfs|ramfs": "in memory",
+    r"overlay": "the writable layer of a container",
 }
 
 
@@ -152,8 +146,7 @@ def read_temporary() -> TemporaryFacts:
 def judge(facts: StorageFacts) -> list[Finding]:
     if facts.error:
         what = f"{facts.folder} cannot be used: {facts.home}: {facts.error}"
-        fix = f"{_ELSEWHERE}, or change the permissions (ls -ld {facts.home})"
-        return [Finding("run folder", "fail", what, "a run stops at its start, before the first step", fix)]
+        return [graded("run folder", "fail", what, home=facts.home)]
     state = "exists" if facts.home == facts.folder.absolute() else "can be created"
     return [
         Finding("run folder", "ok", f"{facts.folder} {state} and is writable"),
@@ -167,53 +160,42 @@ def judge(facts: StorageFacts) -> list[Finding]:
 
 def _judge_filesystem(facts: StorageFacts) -> Finding:
     found = (about for pattern, about in _FILESYSTEMS.items() if re.fullmatch(pattern, facts.filesystem))
-    about, why = next(found, ("", ""))
+    about = next(found, "")
     what = f"{facts.folder} is on {facts.filesystem or 'an unknown filesystem'}" + (f": {about}" if about else "")
-    return graded("filesystem", "warn" if why else "ok", what, why, _ELSEWHERE)
+    return graded("filesystem", "ok" if about in ("", _NETWORK) else "warn", what, about)
 
 
 def _judge_space(facts: StorageFacts) -> Finding:
-    why = "a run needs space for 3 checkpoints: the one being written, the newest and the best"
-    fix = f"delete what is not needed (du -xsh {facts.home}/*), or {_ELSEWHERE}"
     status = level_of(facts.free, _SPACE_FAIL, _SPACE_WARN)
-    return graded("disk space", status, f"{format_bytes(facts.free)} free", why, fix)
+    return graded("disk space", status, f"{format_bytes(facts.free)} free", home=facts.home)
 
 
 def _judge_inodes(facts: StorageFacts) -> Finding:
     if facts.inodes is None:
         return Finding("inodes", "ok", "no limit")
-    why = 'a file needs one: "No space left on device", although df shows free space'
-    fix = f"delete small files: du --inodes -x {facts.home} | sort -n | tail"
-    return graded("inodes", level_of(facts.inodes, _INODES_FAIL, _INODES_WARN), f"{facts.inodes} free", why, fix)
+    return graded("inodes", level_of(facts.inodes, _INODES_FAIL, _INODES_WARN), f"{facts.inodes} free", home=facts.home)
 
 
 def _judge_speed(facts: StorageFacts) -> Finding:
     if facts.write_error:
         what = f"writing {format_bytes(_BYTES)} failed: {facts.write_error}"
-        fix = "check the quota (quota -s, lfs quota), which df does not show, and the disk (dmesg)"
-        return Finding("write speed", "fail", what, "a save fails in the same way", fix)
+        return graded("write speed", "fail", what, "failed")
     if facts.speed is None:
         return Finding("write speed", "ok", "not measured: too little space")
-    why = f"saving 10 GB takes {10e9 / facts.speed / 60:.0f} minutes"
-    what, fix = f"{facts.speed / 1e6:.0f} MB/s, with fsync", f"save less often, or {_ELSEWHERE}"
-    return graded("write speed", "ok" if facts.speed >= _SLOW else "warn", what, why, fix)
+    what, minutes = f"{facts.speed / 1e6:.0f} MB/s, with fsync", f"{10e9 / facts.speed / 60:.0f}"
+    return graded("write speed", "ok" if facts.speed >= _SLOW else "warn", what, minutes=minutes)
 
 
 def _judge_rename(facts: StorageFacts) -> Finding:
     what = f"replacing a file {'failed: ' + facts.rename_error if facts.rename_error else 'works'}"
-    why = "a save ends with a rename, so that a crash never leaves half a checkpoint"
-    return graded("rename", "fail" if facts.rename_error else "ok", what, why, _ELSEWHERE)
+    return graded("rename", "fail" if facts.rename_error else "ok", what)
 
 
 def judge_temporary(facts: TemporaryFacts) -> Finding:
     if facts.error:
-        what = f"{facts.folder or 'no temporary folder'}: {facts.error}"
-        why = "Python silently uses another folder, and other programs fail"
-        return Finding("TMPDIR", "fail", what, why, "create the folder, or export TMPDIR=/tmp")
+        return graded("TMPDIR", "fail", f"{facts.folder or 'no temporary folder'}: {facts.error}", "unusable")
     if len(facts.folder) > _LONGEST_TMPDIR:
         what = f"{facts.folder} has {len(facts.folder)} characters; at most {_LONGEST_TMPDIR} work"
-        why = 'a DataLoader with workers hangs, because the name of a socket is too long: "AF_UNIX path too long"'
-        return Finding("TMPDIR", "fail", what, why, "export TMPDIR=/tmp")
-    what, why = f"{facts.folder}: {format_bytes(facts.free)} free", "torch.compile, Triton and downloads write there"
-    fix = "delete old files, or export TMPDIR=/path/on/a/larger/disk"
-    return graded("TMPDIR", "ok" if facts.free >= _TEMPORARY_WARN else "warn", what, why, fix)
+        return graded("TMPDIR", "fail", what, "long")
+    what = f"{facts.folder}: {format_bytes(facts.free)} free"
+    return graded("TMPDIR", "ok" if facts.free >= _TEMPORARY_WARN else "warn", what)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.doctor import limits
-from paceline.doctor.finding import ORDER, Finding, Status, graded
+from paceline.doctor.finding import ORDER, Finding, Status
 from paceline.text import plural, shorten
 
 _CHECK = "environment"
@@ -97,7 +97,9 @@ def _finding(rule: VariableRule, names: list[str], facts: VariableFacts) -> Find
     status, seen, why, fix = _assess(rule, names, facts)
     shown = names if rule.hidden else [f"{name}={_short(facts.environment[name])}" for name in names]
     what = f"{', '.join(shown)}: {seen or rule.does}"
-    return graded(_CHECK, status, what, why or rule.why, (fix or rule.fix).replace("{names}", " ".join(names)))
+    if status == "ok":
+        return Finding(_CHECK, status, what)
+    return Finding(_CHECK, status, what, why or rule.why, (fix or rule.fix).replace("{names}", " ".join(names)))
 
 
 def _short(value: str) -> str:

@@ -10,15 +10,17 @@ from torch.nn import functional
 from paceline.models.zoo import register_model
 
 
-def _conv(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
+def _conv_norm(channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    """A convolution and its batch norm."""
+    conv = nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
+    return conv, nn.BatchNorm2d(channels_out)
 
 
 def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Module:
     """The identity if shapes match, otherwise a 1 × 1 convolution."""
     if stride == 1 and channels_in == channels_out:
         return nn.Identity()
-    return nn.Sequential(_conv(channels_in, channels_out, 1, stride), nn.BatchNorm2d(channels_out))
+    return nn.Sequential(*_conv_norm(channels_in, channels_out, 1, stride))
 
 
 class BasicBlock(nn.Module):
@@ -29,11 +31,7 @@ class BasicBlock(nn.Module):
     def __init__(self, channels_in: int, width: int, stride: int) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            _conv(channels_in, width, 3, stride),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            _conv(width, width, 3),
-            nn.BatchNorm2d(width),
+            *_conv_norm(channels_in, width, 3, stride), nn.ReLU(inplace=True), *_conv_norm(width, width, 3)
         )
         self.shortcut = _shortcut(channels_in, width, stride)
 
@@ -50,14 +48,11 @@ class Bottleneck(nn.Module):
         super().__init__()
         channels_out = width * self.expansion
         self.body = nn.Sequential(
-            _conv(channels_in, width, 1),
-            nn.BatchNorm2d(width),
+            *_conv_norm(channels_in, width, 1),
             nn.ReLU(inplace=True),
-            _conv(width, width, 3, stride),
-            nn.BatchNorm2d(width),
+            *_conv_norm(width, width, 3, stride),
             nn.ReLU(inplace=True),
-            _conv(width, channels_out, 1),
-            nn.BatchNorm2d(channels_out),
+            *_conv_norm(width, channels_out, 1),
         )
         self.shortcut = _shortcut(channels_in, channels_out, stride)
 
@@ -99,13 +94,11 @@ class ResNet(nn.Module):
 
 
 def _small_stem(width: int) -> nn.Module:
-    return nn.Sequential(_conv(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(inplace=True))
+    return nn.Sequential(*_conv_norm(3, width, 3), nn.ReLU(inplace=True))
 
 
 def _imagenet_stem(width: int) -> nn.Module:
-    return nn.Sequential(
-        _conv(3, width, 7, stride=2), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)
-    )
+    return nn.Sequential(*_conv_norm(3, width, 7, stride=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1))
 
 
 @register_model("resnet20")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
+from paceline.plan import passes
 from paceline.plan.layout import derive_layout
 from paceline.plan.passes import INCOMPATIBLE, PASSES, passes_for, require_allowed
 
@@ -83,6 +85,12 @@ def test_the_passes_of_a_layout_are_in_the_declared_order() -> None:
     ]  # fmt: skip
     assert len({each.name for each in PASSES}) == len(PASSES)
     assert len({refused.code for refused in INCOMPATIBLE}) == len(INCOMPATIBLE)
+
+
+def test_every_text_belongs_to_a_condition_in_the_same_order() -> None:
+    texts = tomllib.loads(Path(passes.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    assert list(texts["passes"]) == [each.name for each in PASSES]
+    assert list(texts["refused"]) == [each.code for each in INCOMPATIBLE]
 
 
 def test_replicas_beside_a_tensor_axis_are_fsdps_and_ddps_otherwise() -> None:

@@ -93,8 +93,6 @@ def _for_pods(words: Sequence[str], own: int) -> list[str]:
     return [*kept, *words[end:]]
 
 
-_JOB = _CONTAINER = "node"  # the names used by Kubeflow's runtimes
-
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: both controllers require a letter first
 _MAX_NAME = 40  # pods add a suffix, up to 63 characters
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of claims and secrets
@@ -131,88 +129,47 @@ class ManifestOptions:
 def manifest(request: ManifestOptions) -> str:
     """The manifest as YAML."""
     _check(request)
-    made = _trainjob(request) if request.kind == "trainjob" else _jobset(request)
-    return yaml.dump(made, Dumper=_Dumper, sort_keys=False, width=math.inf)
+    templates = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return yaml.dump(
+        _filled(templates[request.kind], _values(request)), Dumper=_Dumper, sort_keys=False, width=math.inf
+    )
 
 
-def _trainjob(request: ManifestOptions) -> dict[str, Any]:
-    volumes, mounts = _volumes(request)
-    pod = {
-        "terminationGracePeriodSeconds": request.grace,
-        "volumes": volumes,
-        "containers": [{"name": _CONTAINER, "volumeMounts": mounts}],
-    }
-    job = {"name": _JOB, "template": {"spec": {"template": {"spec": pod}}}}
-    trainer = {
-        "image": request.image,
-        "command": ["paceline", request.verb],
-        "args": _literal(request.arguments),
+def _filled(template: Any, values: Mapping[str, Any]) -> Any:
+    """A part of kubernetes.yaml with its values."""
+    if isinstance(template, dict):
+        filled = {key: _filled(each, values) for key, each in template.items()}
+        return {key: each for key, each in filled.items() if each not in (None, [], {})}
+    if isinstance(template, list):
+        entries = [_filled(each, values) for each in template]
+        return [entry for each in entries for entry in (each if isinstance(each, list) else [each])]
+    return values[template[1:]] if isinstance(template, str) and template.startswith("$") else template
+
+
+def _values(request: ManifestOptions) -> dict[str, Any]:
+    """By their names in kubernetes.yaml."""
+    claims = {f"claim-{number}": claim for number, claim in enumerate(request.claims.items())}
+    return vars(request) | {
+        "arguments": _literal(request.arguments),
         "env": _env(request),
-        "numNodes": request.nodes,
-        "numProcPerNode": request.ranks,
-        "resourcesPerNode": _resources(request),
+        "gpus": str(request.gpus) if request.gpus else None,
+        "mounts": [{"name": name, "mountPath": path} for name, (_, path) in claims.items()],
+        "place": _place(request),
+        "port": DEFAULT_PORT,
+        "volumes": [
+            {"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, (claim, _) in claims.items()
+        ],
     }
-    patch = {"manager": "paceline", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(request),
-        "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {key: value for key, value in trainer.items() if value not in ([], {})},
-            "runtimePatches": [patch],
-        },
-    }
-
-
-def _jobset(request: ManifestOptions) -> dict[str, Any]:
-    volumes, mounts = _volumes(request)
-    container = {
-        "name": _CONTAINER,
-        "image": request.image,
-        "command": ["paceline", request.verb],
-        "args": [*_place(request), "-n", str(request.ranks), *_literal(request.arguments)],
-        "env": _env(request),
-        "ports": [{"containerPort": DEFAULT_PORT, "protocol": "TCP"}],
-        "resources": _resources(request),
-        "volumeMounts": mounts,
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": request.grace,
-        "automountServiceAccountToken": False,  # training does not use the cluster API
-        "containers": [{key: value for key, value in container.items() if value not in ([], {})}],
-        "volumes": volumes,
-    }
-    job = {
-        "completionMode": "Indexed",  # the index of a pod is its node rank
-        "completions": request.nodes,
-        "parallelism": request.nodes,
-        "backoffLimit": 0,  # a single pod cannot rejoin, so the JobSet restarts all of them
-        "template": {"spec": pod},
-    }
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(request),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": request.restarts},
-            "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": job}}],
-        },
-    }
-
-
-def _metadata(request: ManifestOptions) -> dict[str, str]:
-    return {"name": request.name} | ({"namespace": request.namespace} if request.namespace else {})
 
 
 def _place(request: ManifestOptions) -> list[str]:
-    """Options for the node rank of a pod and the address of the first one, which JobSet derives from its index."""
+    """Options for the ranks and the node rank of a pod, and the address of the first one, which JobSet derives from
+    its index."""
+    ranks = ["-n", str(request.ranks)]
     if request.nodes == 1:
-        return []
-    master = f"{request.name}-{_JOB}-0-0.{request.name}:{DEFAULT_PORT}"
-    return ["--nodes", str(request.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--master", master]
+        return ranks
+    master = f"{request.name}-node-0-0.{request.name}:{DEFAULT_PORT}"
+    return ["--nodes", str(request.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--master", master, *ranks]
 
 
 def _env(request: ManifestOptions) -> list[dict[str, Any]]:
@@ -225,24 +182,6 @@ def _env(request: ManifestOptions) -> list[dict[str, Any]]:
 
 def _literal(texts: Sequence[str]) -> list[str]:
     return [text.replace("$", "$$") for text in texts]
-
-
-def _resources(request: ManifestOptions) -> dict[str, dict[str, str]]:
-    requests = {"cpu": request.cpu, "memory": request.memory}
-    limits = {"memory": request.memory, "nvidia.com/gpu": str(request.gpus) if request.gpus else None}
-    both = {"requests": requests, "limits": limits}
-    asked = {part: {name: amount for name, amount in each.items() if amount} for part, each in both.items()}
-    return {part: amounts for part, amounts in asked.items() if amounts}
-
-
-def _volumes(request: ManifestOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Includes /dev/shm, which loader workers and NCCL need; the default of a container is 64 MB."""
-    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
-    for number, (claim, path) in enumerate(request.claims.items()):
-        volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": f"claim-{number}", "mountPath": path})
-    return volumes, mounts
 
 
 class _Dumper(yaml.SafeDumper):
