@@ -200,9 +200,8 @@ class RunFolder:
             for number in count(1):
                 path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
                 folder = cls(path)
-                # An empty folder was created for this run; creating a new one claims it.
-                if _is_empty_folder(path) or _created_now(path) or failed_start.cleared(folder):
-                    folder.logs.mkdir(exist_ok=True)
+                is_new = _created_now(path) or _is_empty_folder(path)  # an empty one was created for this run
+                if (is_new and _created_now(folder.logs)) or failed_start.cleared(folder):
                     return folder
         except OSError as error:
             raise not_usable(wanted, error.strerror or str(error)) from None
