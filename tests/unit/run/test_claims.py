@@ -64,6 +64,16 @@ def test_a_failed_start_with_files_of_others_is_not_cleared(tmp_path: Path, file
     assert failed_start.cleared(folder) is is_ours and path.exists() is not is_ours
 
 
+def test_a_launch_folder_that_cannot_be_moved_stays_as_it_is(tmp_path: Path) -> None:
+    launch, run = failed(tmp_path / "launch"), failed(tmp_path / "run")
+    before = run.ledger.read_text()
+    (run.path / ".launch" / "kept").mkdir(parents=True)  # where it goes first
+    with pytest.raises(OSError):
+        launch.move_to(run)
+    assert launch.is_unclaimed and launch.rank_log(0).read_text() == "output" and run.ledger.read_text() == before
+    assert run.rank_log(0).exists()
+
+
 @pytest.mark.parametrize("opened, is_cleared", [((), False), (("opened",), True)])
 def test_what_a_trainer_without_a_run_printed_in_an_hour_is_kept(
     tmp_path: Path, opened: tuple[str, ...], is_cleared: bool
