@@ -127,3 +127,26 @@ def test_a_stream_that_is_shuffled_in_another_way_each_time_is_named(how: str) -
             assert len(said) == (how == "unseeded")
             how = how if how != "unseeded" else "known"
         how = how if how != "known" else "unseeded"
+
+
+class Counting(DataLoader[torch.Tensor]):
+    """Each pass is of another epoch, as in loaders that count epochs themselves."""
+
+    def __iter__(self) -> Any:
+        assert isinstance(self.dataset, Numbered)
+        self.dataset.epoch += 1
+        return super().__iter__()
+
+
+class Numbered(IterableDataset[torch.Tensor]):
+    epoch = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(4 * SAMPLES).reshape(-1, 8) % SAMPLES + self.epoch
+
+
+def test_a_loader_that_counts_its_passes_has_as_many_on_every_rank() -> None:
+    def body() -> None:
+        train(Counting(Numbered(), batch_size=None, num_workers=1), max_steps=1)  # or data.different-data
+
+    run_on_ranks(2, body)

@@ -80,8 +80,9 @@ def _different_orders(step: int, gathered: list[str]) -> DataError:
 
 
 def warn_unless_repeatable(stream: Any, beginnings: Iterable[Any]) -> None:
-    """Warn, once for a stream, if passes over it, with the same random numbers, begin with different samples."""
-    if collectives.rank() == 0 and not _is_known(stream, _compared) and len(set(beginnings)) > 1:
+    """Warn, once for a stream, if passes over it, with the same random numbers, begin with different samples. Every
+    rank reads them: a loader may count its passes."""
+    if not _is_known(stream, _compared) and len(set(beginnings)) > 1 and collectives.rank() == 0:
         what = f"Two passes over {type(stream).__name__}, with the same random numbers, begin with different samples."
         why = "runs with the same seed differ, and a resumed one repeats some samples of its epoch, and skips others"
         fix = "pass a seed, or draw from the global generators, which are seeded by (seed, epoch): in webdataset, "

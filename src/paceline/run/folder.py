@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,16 +119,21 @@ class RunFolder:
 
     def move_to(self, run: RunFolder) -> None:
         """Move logs and ledger of a launch to its run, whose name came later. Launchers and ranks, also those of other
-        nodes, know this path: it is a link until the launch ends. Does nothing if the run is on another disk."""
-        if run.path.stat().st_dev == self.path.stat().st_dev:
-            if run.logs.is_dir() and any(run.logs.iterdir()):  # of an earlier start
-                numbers = count(1)
-                run.logs.rename(next(path for n in numbers if not (path := run.path / f"{_LOGS}-{n}").exists()))
-            self.logs.rename(run.logs)
-            regular_files.append(run.ledger, regular_files.read_bytes(self.ledger))
-            self.ledger.unlink()
-            self.path.rmdir()
+        nodes, know this path: it is a link until the launch ends. Raises OSError, and changes nothing, if the run is on
+        another disk, or if that has no links."""
+        moved = RunFolder(run.path / f".{self.path.name}")
+        self.path.rename(moved.path)
+        try:
             self.path.symlink_to(run.path)
+        except OSError:
+            moved.path.rename(self.path)
+            raise
+        if run.logs.is_dir() and any(run.logs.iterdir()):  # of an earlier start
+            numbers = count(1)
+            run.logs.rename(next(path for n in numbers if not (path := run.path / f"{_LOGS}-{n}").exists()))
+        moved.logs.rename(run.logs)
+        regular_files.append(run.ledger, regular_files.read_bytes(moved.ledger))
+        shutil.rmtree(moved.path)
 
     @property
     def current(self) -> RunFolder:
@@ -158,10 +164,8 @@ class RunFolder:
 
     def image(self, name: str, step: int) -> Path:
         """Of the image that was logged under a name, which may contain anything, at a step."""
-        readable, digest = (
-            re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[:40],
-            zlib.crc32(name.encode("utf-8", "replace")),
-        )
+        readable = re.sub(r"[^\w-]+", "-", name, flags=re.ASCII)[:40]
+        digest = zlib.crc32(name.encode("utf-8", "replace"))
         return self.images / f"{step:08d}-{readable}-{digest:08x}.png"
 
     @property
@@ -200,9 +204,8 @@ class RunFolder:
             for number in count(1):
                 path = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
                 folder = cls(path)
-                # An empty folder was created for this run; creating a new one claims it.
-                if _is_empty_folder(path) or _created_now(path) or failed_start.cleared(folder):
-                    folder.logs.mkdir(exist_ok=True)
+                is_new = _created_now(path) or _is_empty_folder(path)  # an empty one was created for this run
+                if (is_new and _created_now(folder.logs)) or failed_start.cleared(folder):
                     return folder
         except OSError as error:
             raise not_usable(wanted, error.strerror or str(error)) from None

@@ -33,6 +33,7 @@ _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 60.0
 _MAX_WARNINGS, _MAX_TEXT = 100, 500
 
 _NUMBERS = count()  # of the trainers of this process
+_AT_EXIT = list["Telemetry"]()  # those that note how the process exits
 
 
 class Telemetry:
@@ -52,7 +53,8 @@ class Telemetry:
         self._waited = 0.0
         self._rank, self._world = 0, 1
         self._run: RunFolder | None = None  # whose ledger tells how it ended
-        self._is_training = self._is_failed = False
+        self._is_training: bool | None = None  # None: not yet
+        self._is_failed = False
         self._process = os.getpid()
         self._warnings = count()
         self.heartbeat.enter("rendezvous")
@@ -73,7 +75,12 @@ class Telemetry:
     def opened(self, run: RunFolder, name: str) -> None:
         """Training writes to this run folder from now on. `name` is the one it requested."""
         self._run = environment.run_folder() or run
+        for other in _AT_EXIT[:]:  # what happens from now on is not the end of another run that has ended
+            if other._is_training is False and other._run is not None and other._run.whole != self._run.whole:
+                atexit.unregister(other.left)
+                _AT_EXIT.remove(other)
         atexit.register(self.left)
+        _AT_EXIT.append(self)
         self._open_ledger(run)
         logs = environment.log_folder()
         if logs is not None and environment.run_folder() is None and not self._rank:  # for the end of its launch
