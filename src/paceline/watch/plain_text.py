@@ -32,9 +32,9 @@ def clean_line(line: str, limit: int = _MAX_LENGTH) -> str:
 
 
 def clean_lines(text: object, lines: int, limit: int = _MAX_LENGTH) -> list[str]:
-    """The first lines of a text, each of them clean; indentation is kept."""
+    """The first lines of a text, each of them clean; columns and indentation are kept."""
     found = [line for line in str(text)[: 8 * lines * limit].splitlines() if line.strip()]
-    kept = [" " * min(len(line) - len(line.lstrip(" ")), 8) + clean(line, limit) for line in found[:lines]]
+    kept = [clean_line(line, limit) for line in found[:lines]]
     return [*kept, "…"] if len(found) > lines else kept
 
 

@@ -31,6 +31,11 @@ def test_long_text_is_cut() -> None:
     assert clean_lines("1\n\n  2\n3\n4", 2) == ["1", "  2", "…"]
 
 
+def test_lines_keep_their_columns() -> None:
+    frame = "              loss = f(x)  # twice\n                     ^^^^"
+    assert clean_lines(frame, 2) == frame.splitlines()
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1.43436, "1.4344"), (7.6e-6, "7.6e-06"), (0, "0"), (math.nan, "nan"), (1e30, "1e+30"), (None, "–"), (True, "–")],
