@@ -149,7 +149,7 @@ class RunMetrics:
 
 
 _NOT_METRICS = RESERVED - {"loss"}
-_NOT_SERIES = {"step", "epoch", "evaluation"}
+_NOT_SERIES = {"step", "epoch", "evaluation", "of_rank"}
 
 
 def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics:
@@ -202,7 +202,7 @@ def finite(value: float | None) -> float | None:
 
 
 Curve = dict[str, list[float | None]]
-DIGITS, TIME_DIGITS = 6, 14  # significant ones; times are seconds since 1970
+DIGITS, TIME_DIGITS = 8, 14  # significant ones, more than a page shows; times are seconds since 1970
 
 
 def thin(series: MetricSeries, low: int, high: int, buckets: int, digits: int = DIGITS) -> Curve:
