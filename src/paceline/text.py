@@ -125,8 +125,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _height(value: float, low: float, high: float) -> int:
-    span = high / 2 - low / 2  # halved, as the difference of large values may be infinite
-    return round((len(_BARS) - 1) * ((value / 2 - low / 2) / span)) if span > 0 else 0
+    span = high / 2 - low / 2  # halved: infinite for large values otherwise; tiny for means of equal values
+    return round((len(_BARS) - 1) * ((value / 2 - low / 2) / span)) if span > 1e-12 * max(abs(low), abs(high)) else 0
 
 
 def parse_pairs(text: str) -> list[tuple[str, str | None]]:

@@ -90,6 +90,10 @@ def test_many_values_are_averaged() -> None:
     assert text.sparkline([1.0] * 50 + [2.0] * 50, width=4) == "▁▁██"
 
 
+def test_a_constant_is_flat_whatever_the_mean_of_its_values_rounds_to() -> None:
+    assert text.sparkline([0.01] * 364) == "▁" * 40
+
+
 def test_curves_may_share_a_scale() -> None:
     assert text.sparkline([8.0, 4.0, 1.0], scale=[1.0, 8.0]) == "█▄▁"
     assert text.sparkline([4.0, inf], scale=[1.0, 8.0, nan]) == "▄×"

@@ -212,10 +212,9 @@ def _of_ranks(ranks: Mapping[int, RunEnd], world: int) -> RunEnd | None:
     stopped = [each for each in ends if each.state == "interrupted"]
     silent = [rank for rank in range(min(world, _MAX_WORLD)) if rank not in ranks]
     if failed and silent and not own and not stopped:
-        lost = failed[0]
-        later = rank_names(each.rank for each in failed if each.rank is not None)
-        what = (
-            f"{rank_names(silent)} {'was' if len(silent) == 1 else 'were'} {NO_WORD}; {later} then lost the connection"
-        )
-        return replace(lost, cause=NO_WORD, rank=silent[0], what=what, exception="", message="", file="")
+        later, was = rank_names(each.rank for each in failed if each.rank is not None), "were" if silent[1:] else "was"
+        what = f"{rank_names(silent)} {was} {NO_WORD}; {later} then lost the connection"
+        fix = f"check the limits of the scheduler or the container, and what {rank_names(silent)} printed"
+        # Not the error of the rank that lost the connection.
+        return RunEnd("failed", failed[0].time, failed[0].status, NO_WORD, silent[0], failed[0].step, what, fix=fix)
     return next(iter([*own, *stopped, *failed, *ends]), None)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ _MANIFEST, _DIGEST = "manifest.json", "manifest.xxh128"  # as in checkpoint/mani
 class SavedCheckpoint:
     name: str
     step: int | None  # None: the name does not tell
-    size: int  # bytes
+    size: int  # bytes of its shards
     marks: list[str]  # latest, best
 
 
@@ -89,10 +90,8 @@ def _entries(path: Path | str) -> Iterator[os.DirEntry[str]]:
 def _size(path: str) -> int:
     sizes = 0
     for entry in _entries(path):
-        try:
-            sizes += entry.stat(follow_symlinks=False).st_size
-        except OSError:
-            continue
+        with suppress(OSError):
+            sizes += entry.stat(follow_symlinks=False).st_size if entry.name not in (_MANIFEST, _DIGEST) else 0
     return sizes
 
 

@@ -26,9 +26,9 @@ TAIL_BYTES = 1 << 18  # enough for the last step, loss and speed
 Metric = tuple[str, str | None]  # of save_best: its name, and its mode if the recipe sets one
 ANY_METRIC: Metric = ("", None)
 _NOT_METRICS = RESERVED - {"loss"}
-_NOT_SERIES = {"step", "epoch", "evaluation"}
+_NOT_SERIES = {"step", "epoch", "evaluation", "of_rank"}
 Curve = dict[str, list[float | None]]
-DIGITS, TIME_DIGITS = 6, 14  # significant ones; times are seconds since 1970
+DIGITS, TIME_DIGITS = 8, 14  # significant ones, more than a page shows; times are seconds since 1970
 
 
 @dataclass

@@ -201,12 +201,13 @@ def _events(facts: RunFacts) -> list[dict[str, Any]]:
     shown = [event for event in facts.events if event["event"] in _SHOWN_EVENTS]
     if shown and facts.state.reason == NO_WORD:
         shown.append({"time": facts.updated, "event": "lost", "text": facts.state.reason})
+    named = ("text", "signal", "exception", "cause", "kind")  # the first that an event has
     kept = ("step", "seconds", "generation", "nodes", "ranks", "status", "rank")
     return [
         {
             "time": event["time"],
             "event": event["event"],
-            "text": clean(event.get("text") or event.get("cause") or event.get("kind") or "", 300),
+            "text": clean(next(filter(None, map(event.get, named)), ""), 300),
             **{name: event[name] for name in kept if _is_number(event.get(name))},
         }
         for event in shown[-_MAX_EVENTS:]

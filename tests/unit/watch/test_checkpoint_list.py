@@ -27,6 +27,12 @@ def test_checkpoints_newest_first(tmp_path: Path) -> None:
     ]
 
 
+def test_the_size_is_that_of_the_shards(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    checkpoint(folder, "step-000006")
+    assert [each.size for each in saved_checkpoints(folder)] == [7], "as paceline checkpoint ls says"
+
+
 def test_no_checkpoints(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert saved_checkpoints(folder) == []

@@ -35,6 +35,18 @@ def test_steps_that_a_resumed_run_trains_again_are_replaced(tmp_path: Path) -> N
     assert list(metrics["loss"].steps) == [1, 2, 4] and list(metrics["loss"].values) == [2.0, 9.0, 8.0]
 
 
+def test_the_mark_of_losses_of_one_rank_is_no_metric(tmp_path: Path) -> None:
+    metrics = read_metrics(run_folder(tmp_path, [step(1), {**step(2), "of_rank": 0}]))
+    assert len(metrics["loss"]) == 2 and "of_rank" not in metrics.series
+
+
+def test_rounding_for_the_page_does_not_change_the_digits_that_are_shown() -> None:
+    series = MetricSeries()
+    series.append(1, 0.12441514059901237)  # six digits are 0.124415, whose five digits are 0.12441 in JavaScript
+    (value,) = thin(series, 1, 1, 10)["y"]
+    assert f"{value:.5g}" == f"{series.last:.5g}" == "0.12442"
+
+
 def test_values_of_other_types_are_nan(tmp_path: Path) -> None:
     odd = [None, "1", True, [1], {}, 10**400, math.inf]
     metrics = read_metrics(run_folder(tmp_path, [step(n + 1, loss=value) for n, value in enumerate(odd)]))

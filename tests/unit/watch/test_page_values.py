@@ -31,6 +31,17 @@ def test_the_head_of_a_run(tmp_path: Path) -> None:
     assert head["skipped"] == 1 and head["read"] == 1.0 and head["problems"] == []
 
 
+def test_a_failure_is_named_by_its_signal_or_exception(tmp_path: Path) -> None:
+    def texts(name: str, **end: object) -> list[str]:
+        failed = (START + 5, "failed", {"state": "failed", "status": 1, "rank": 1, "step": 3, **end})
+        found = page_values.about(LiveRun(run_folder(tmp_path / name, events=[*FINISHED[:2], failed])))["events"]
+        return [event["text"] for event in found if event["event"] == "failed"]
+
+    assert texts("killed", cause="signal", signal="SIGKILL") == ["SIGKILL"]
+    assert texts("raised", cause="exception", exception="ValueError") == ["ValueError"]
+    assert texts("hung", cause="hang") == ["hang"]
+
+
 @pytest.mark.parametrize(
     ("mode", "best"), [("null", (2, 0.75)), ("min", (1, 0.25)), ("max", (2, 0.75)), ("[1]", (2, 0.75))]
 )

@@ -32,6 +32,11 @@ def test_long_text_is_cut() -> None:
     assert clean_lines("    at = here\n         ^^^^", 2) == ["    at = here", "         ^^^^"]
 
 
+def test_lines_keep_their_columns() -> None:
+    frame = "              loss = f(x)  # twice\n                     ^^^^"
+    assert clean_lines(frame, 2) == frame.splitlines()
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1.43436, "1.4344"), (7.6e-6, "7.6e-06"), (0, "0"), (math.nan, "nan"), (1e30, "1e+30"), (None, "–"), (True, "–")],

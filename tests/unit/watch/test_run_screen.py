@@ -46,6 +46,17 @@ def test_the_mode_of_save_best_decides_what_is_best(tmp_path: Path) -> None:
     assert "0.25 (step 1)" in comparison([read_facts(folder), read_facts(other)], "step")
 
 
+def test_a_rank_that_ended_without_a_word_is_not_explained_by_the_error_of_another(tmp_path: Path) -> None:
+    lost = {"state": "failed", "status": 72, "cause": "lost-connection", "rank": 0, "step": 10, **FAILURE}
+    lost |= {"what": "rank 0 lost the connection to each other", "fix": "no rank died, so check the network"}
+    folder = run_folder(tmp_path / "torchrun", STEPS, events=[*FINISHED[:2], (START + 5, "rank-ended", lost)])
+    text = shown(folder)
+    assert "failed: killed or exited without a word on rank 1 after step 10" in text
+    assert "rank 1 was killed or exited without a word; rank 0 then lost the connection" in text
+    assert "fix: check the limits of the scheduler or the container, and what rank 1 printed" in text
+    assert "no rank died" not in text and "Traceback" not in text and "look()" not in text
+
+
 def test_a_failed_run(tmp_path: Path) -> None:
     text = shown(run_folder(tmp_path, events=FAILED))
     assert (

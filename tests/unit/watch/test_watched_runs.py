@@ -59,7 +59,7 @@ def test_without_evaluations_the_curve_is_the_loss(tmp_path: Path) -> None:
     run_folder(tmp_path / "run", STEPS[:3], config=config)
     run_folder(tmp_path / "empty", [], config="[1, 2")
     listed = complete(WatchedRuns([], tmp_path))
-    assert listed["run"]["curve"] == "loss" and listed["run"]["sparkline"] == [2.0, 1.0, 0.666667]
+    assert listed["run"]["curve"] == "loss" and listed["run"]["sparkline"] == [2.0, 1.0, 0.66666667]
     assert listed["run"]["tags"] == ["one"]
     assert (listed["empty"]["sparkline"], listed["empty"]["settings"], listed["empty"]["tags"]) == ([], None, [])
 
