@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-gc.disable()  # until tests are collected: see pytest_collection_finish
 # Tests start ranks: each gets one thread, and helpers beside the tests (tiny.py) and in tools/ can be imported by name.
 os.environ["OMP_NUM_THREADS"] = "1"
 if "PACELINE_GPU_TESTS" not in os.environ:  # `make gpu` sets it; all other tests are about CPU ranks
@@ -24,6 +23,8 @@ import pytest
 
 import warm
 from samples import ALL
+
+gc.disable()  # until tests are collected: see pytest_collection_finish
 
 pytest_plugins = ["costs", "unfinished"]
 

@@ -38,7 +38,8 @@ GROUPS = {
     "Layout": ("strategy", "layout", "ddp", "fsdp", "tensor", "pipeline", "split", "sync"),
     "Evaluation": ("metrics", "eval_every", "save_best", "early_stop"),
     "Run folder and checkpoints": (
-        "run", "tags", "resume", "save_every", "save_minutes", "save_last", "keep", "keep_best", "keep_every", "checkpoint",
+        "run", "tags", "resume", "save_every", "save_minutes", "save_last", "keep", "keep_best",
+        "keep_every", "checkpoint",
     ),
     "Logging": ("log_every", "loggers", "quiet", "report", "profile"),
     "Checks": ("preflight", "unused_parameters", "nonfinite"),

@@ -27,7 +27,7 @@ def test_what_is_ok_needs_no_advice_and_a_case_inherits_what_it_leaves_out() -> 
     assert "{" not in graded("port", "fail", "taken", "several hosts", other=29600).fix
 
 
-def calls() -> list[ast.Call]:
+def graded_calls() -> list[ast.Call]:
     nodes = [node for path in FOLDER.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     found = [each for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Name)]
     return [each for each in found if isinstance(each.func, ast.Name) and each.func.id == "graded"]
@@ -37,7 +37,7 @@ def texts(table: dict[str, Any]) -> str:
     return "".join(texts(value) if isinstance(value, dict) else value for value in table.values())
 
 
-@pytest.mark.parametrize("call", calls(), ids=lambda call: f"{ast.unparse(call)[:60]}")
+@pytest.mark.parametrize("call", graded_calls(), ids=lambda call: f"{ast.unparse(call)[:60]}")
 def test_every_check_has_advice_with_the_values_that_it_fills_in(call: ast.Call) -> None:
     check = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
     if check is None:  # chosen by the caller
