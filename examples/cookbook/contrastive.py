@@ -5,7 +5,8 @@ paceline launch -n 2 examples/cookbook/contrastive.py
 Such a loss is not a mean over samples: computed on each rank for itself, it would compare with fewer negatives, the
 more ranks there are. `paceline.dist.all_gather_rows` returns the features of all ranks, in the order of the batch, and
 gradients flow back through it. This rank's rows are then compared with everyone's. The pre-flight notices that, and
-does not compare the loss with that of slices. With `accumulate` it warns: then only the rows of a micro-batch are compared.
+does not compare the loss with that of slices. With `accumulate` it warns: then only the rows of a micro-batch are
+compared.
 """
 
 import argparse
