@@ -30,8 +30,8 @@ def explain(
         str,
         typer.Argument(
             metavar="[CODE | LOGFILE | FOLDER | -]",
-            help="a code such as config.unknown-key, or a family of codes; the log of any PyTorch run, a folder with "
-            "the logs of its ranks, or - for standard input; default: list all codes",
+            help="a code such as config.unknown-key, or a family of codes; the folder of a run; the log of any PyTorch "
+            "run, a folder with the logs of its ranks, or - for standard input; default: list all codes",
             autocompletion=_codes,
         ),
     ] = "",
