@@ -205,7 +205,7 @@ def find_end(events: Sequence[Mapping[str, Any]]) -> RunEnd | None:
 
 def _of_ranks(ranks: Mapping[int, RunEnd], world: int) -> RunEnd | None:
     """Without a launcher: the first failure that is not the consequence of another one. Ranks that are waited for and
-    left no record were killed, or called `os._exit`."""
+    left no record were killed, or called `os._exit`; the error of a rank that lost them says nothing about it."""
     ends = sorted(ranks.values(), key=lambda each: each.time)
     failed = [each for each in ends if each.state == "failed"]
     own = [each for each in failed if each.cause not in _CONSEQUENCES]
@@ -215,6 +215,5 @@ def _of_ranks(ranks: Mapping[int, RunEnd], world: int) -> RunEnd | None:
         later, was = rank_names(each.rank for each in failed if each.rank is not None), "were" if silent[1:] else "was"
         what = f"{rank_names(silent)} {was} {NO_WORD}; {later} then lost the connection"
         fix = f"check the limits of the scheduler or the container, and what {rank_names(silent)} printed"
-        # Not the error of the rank that lost the connection.
         return RunEnd("failed", failed[0].time, failed[0].status, NO_WORD, silent[0], failed[0].step, what, fix=fix)
     return next(iter([*own, *stopped, *failed, *ends]), None)

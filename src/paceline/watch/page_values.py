@@ -201,7 +201,9 @@ def _events(facts: RunFacts) -> list[dict[str, Any]]:
     shown = [event for event in facts.events if event["event"] in _SHOWN_EVENTS]
     if shown and facts.state.reason == NO_WORD:
         shown.append({"time": facts.updated, "event": "lost", "text": facts.state.reason})
-    named = ("text", "signal", "exception", "cause", "kind")  # the first that an event has
+    if (end := facts.state.end) and end.state == "failed" and "failed" not in {event["event"] for event in shown}:
+        shown.append({**end.to_event(), "time": end.time, "event": "failed"})
+    named = ("signal", "exception", "text", "cause", "kind")  # the first that an event has
     kept = ("step", "seconds", "generation", "nodes", "ranks", "status", "rank")
     return [
         {

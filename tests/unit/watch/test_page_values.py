@@ -38,8 +38,15 @@ def test_a_failure_is_named_by_its_signal_or_exception(tmp_path: Path) -> None:
         return [event["text"] for event in found if event["event"] == "failed"]
 
     assert texts("killed", cause="signal", signal="SIGKILL") == ["SIGKILL"]
-    assert texts("raised", cause="exception", exception="ValueError") == ["ValueError"]
+    assert texts("raised", cause="exception", exception="ValueError", text="Traceback:\n  boom") == ["ValueError"]
     assert texts("hung", cause="hang") == ["hang"]
+
+
+def test_the_failure_of_a_script_without_a_launcher_is_on_the_timeline(tmp_path: Path) -> None:
+    end = {"state": "failed", "status": 1, "cause": "exception", "exception": "ValueError", "rank": 1, "step": 3}
+    events = [*FINISHED[:2], (START + 5, "rank-ended", end)]
+    shown = page_values.about(LiveRun(run_folder(tmp_path / "torchrun", events=events)))["events"]
+    assert shown[-1] == {"time": START + 5, "event": "failed", "text": "ValueError", "status": 1, "rank": 1, "step": 3}
 
 
 @pytest.mark.parametrize(
