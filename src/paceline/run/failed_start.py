@@ -1,7 +1,7 @@
 """Starts that failed before their first step. The folder of one says why, until the next start of that name clears it.
 
-A folder is kept if it holds a step, a checkpoint, or anything that is not ours; or the output of a script that ran for a
-while without a run of a Trainer, as an evaluation does, of which nothing else is known.
+A folder is kept if it holds a step, a checkpoint, or anything that is not ours; or the output of a script that ran for
+a while without a run of a Trainer, as an evaluation does, of which nothing else is known.
 """
 
 from __future__ import annotations
