@@ -67,7 +67,9 @@ def _import(source: str, places: list[Path]) -> ModuleType:
     paths = [place / (source if is_path else f"{source}{_SOURCE}") for place in places]
     file = next((path for path in paths if path.is_file()), None) if is_path or "." not in source else None
     if file is None and (is_path or "/" in source):
-        raise _not_found(source, places, "no such file in {}", _files_beside(paths, source))
+        beside = [file.name for path in paths for file in path.parent.glob(f"*{_SOURCE}")]
+        found = [str(Path(source).with_name(name)) for name in beside]  # written as `source` is
+        raise _not_found(source, places, "no such file in {}", found)
     name = None if file is None else _module_name(file)
     for place in reversed([*([file.parent] if file else []), *places]):
         if str(place) not in sys.path:
@@ -79,7 +81,9 @@ def _import(source: str, places: list[Path]) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if file is None and missing and f"{source}.".startswith(f"{missing}."):
-            raise _not_found(source, places, "no such module in {}, nor installed", _modules_in(places)) from None
+            modules = [path.stem for place in places for path in place.glob(f"*{_SOURCE}")]
+            modules += [path.parent.name for place in places for path in place.glob(f"*/__init__{_SOURCE}")]
+            raise _not_found(source, places, "no such module in {}, nor installed", modules) from None
         raise ConfigError(
             "import-failed",
             f"Importing {source} raised {type(error).__name__}: {error}{_place(error)}.",
@@ -136,13 +140,3 @@ def _not_found(source: str, places: list[Path], what: str, known: Iterable[str])
         f"{source!r} not found: {searched}.",
         fix=f"{fix}If it is in another folder, set `code` to that folder.",
     )
-
-
-def _modules_in(places: list[Path]) -> list[str]:
-    files = [path.stem for place in places for path in place.glob(f"*{_SOURCE}")]
-    return files + [path.parent.name for place in places for path in place.glob(f"*/__init__{_SOURCE}")]
-
-
-def _files_beside(paths: list[Path], source: str) -> list[str]:
-    """The files in the folders of paths, written as `source` is."""
-    return [str(Path(source).with_name(file.name)) for path in paths for file in path.parent.glob(f"*{_SOURCE}")]

@@ -174,7 +174,8 @@ def _measure(board: NodeBoard, nodes: Sequence[NodeFacts], token: bytes) -> list
     board.publish("links", [asdict(link) for link in own])
     number = sum(len(peers_of(node, board.nodes)) for node in range(board.nodes))
     everything = board.gather("links", number * links.LINK_SECONDS + _SPARE_SECONDS)
-    return [_link(values) for of_node in everything for values in of_node]
+    found = [(each, each["times"]) for of_node in everything for each in of_node]
+    return [Link(**{**each, "times": times and LinkTimes(**times)}) for each, times in found]
 
 
 def _measure_link(source: int, target: int, there: NodeFacts, token: bytes, error: str) -> Link:
@@ -191,10 +192,6 @@ def _error_of(attempt: Callable[[], None]) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _link(values: dict[str, Any]) -> Link:
-    return Link(**{**values, "times": values["times"] and LinkTimes(**values["times"])})
 
 
 def _report(request: ProbeRequest, nodes: Sequence[NodeFacts], measured: Sequence[Link], found: list[Finding]) -> None:

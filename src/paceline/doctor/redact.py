@@ -126,7 +126,8 @@ class Redactor:
         are known and one of them is a quantity. `about`: what the text is about, if something before it says so."""
         text = _URL.sub(self._url, text.replace(_IN_URL, "")) if "://" in text else text.replace(_IN_URL, "")
         spans = [(found.start(), found.end()) for found in _CHUNK.finditer(text)]
-        groups = [found.span() for found in _GROUPS.finditer(text) if _is_code(found[0])]
+        codes = (each for each in _GROUPS.finditer(text) if sum(map(str.isdigit, each[0])) > 3)
+        groups = [code.span() for code in codes if not _DATE.match(code[0])]
         chunks = [text[slice(*span)] for span in spans]
         plain = (
             not strict
@@ -308,10 +309,6 @@ class Redactor:
         """Of a file or folder, with nothing in it that a file system or a terminal could misunderstand."""
         is_plain = is_known(name) and re.fullmatch(r"[\w.-]{1,80}", name, re.ASCII)
         return name if is_plain else f"removed-{self.remove(name)[2:-1]}"
-
-
-def _is_code(text: str) -> bool:
-    return sum(map(str.isdigit, text)) > 3 and not _DATE.match(text)
 
 
 def _overlaps(groups: Sequence[tuple[int, int]], span: tuple[int, int]) -> bool:

@@ -182,7 +182,8 @@ def _group_layers(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> 
         return []
     found: list[nn.Module] = []
     for name, sequential in modules.items():  # in the order of the model, alike on every rank
-        if name not in parents or any(_is_inside(name, outer) for outer in parents):
+        is_inside = any(name != outer and (not outer or name.startswith(f"{outer}.")) for outer in parents)
+        if name not in parents or is_inside:
             continue
         children = list(sequential.children())
         starts = [at for at, child in enumerate(children) if any(True for _ in child.parameters())]
@@ -192,10 +193,6 @@ def _group_layers(model: nn.Module, layers: Sequence[tuple[str, nn.Module]]) -> 
         sequential.forward = GroupedForward(groups)
         found += [group for group in groups if len(group) > 1]
     return found
-
-
-def _is_inside(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
 def _every(kind: str) -> int:

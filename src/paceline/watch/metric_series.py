@@ -144,7 +144,7 @@ class RunMetrics:
             self.problems.append(f"{plural(unreadable, 'unreadable line')} in {name}")
 
     def _add(self, records: list[Record]) -> None:
-        usable = [record for record in records if _has_step(record)]
+        usable = [each for each in records if type(step := each.get("step")) is int and 0 <= step < _MAX_STEP]
         self.without_step += len(records) - len(usable)
         _add_steps(self, [record for record in usable if not record.get("evaluation")])
         for record in usable:
@@ -160,11 +160,6 @@ def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics
     if stream.skipped_bytes and last_bytes is None:
         metrics.problems.append(f"the first {stream.skipped_bytes >> 20} MiB of {folder.metrics.name} were not read")
     return metrics
-
-
-def _has_step(record: Record) -> bool:
-    step = record.get("step")
-    return type(step) is int and 0 <= step < _MAX_STEP
 
 
 def _add_steps(metrics: RunMetrics, records: list[Record]) -> None:

@@ -182,7 +182,11 @@ def about(run: LiveRun) -> dict[str, Any]:
         "hangs": [{**each, "kind": clean(each["kind"], 40)} for each in map(hang_values, hangs(facts))][-20:],
         "warnings": warning_lines(facts)[-50:],
         "layout": _layout(facts),
-        "derived": [[clean(each, 200) for each in row] for row in _derived(facts)],
+        "derived": [
+            [clean(text, 200) for text in (name, each.get("value"), each.get("reason", ""))]
+            for name, each in read_object(facts.folder.derived).items()
+            if isinstance(each, dict)
+        ],
         "recipe": recipe_rows(facts.folder)[:_MAX_KEYS],
         "environment": _environment(facts),
         "checkpoints": checked_checkpoints(facts.folder),
@@ -241,11 +245,6 @@ def _layout(facts: RunFacts) -> dict[str, Any]:
     return {"axes": axes, "strategy": clean(facts.derived.get("strategy", ""), 40), **known}
 
 
-def _derived(facts: RunFacts) -> list[tuple[object, object, object]]:
-    entries = read_object(facts.folder.derived).items()
-    return [(name, each.get("value"), each.get("reason", "")) for name, each in entries if isinstance(each, dict)]
-
-
 def _environment(facts: RunFacts) -> list[tuple[str, str]]:
     entries = read_object(facts.folder.environment).items()
     return [(clean(name, 60), clean(value, 300)) for name, value in list(entries)[:100]]
@@ -301,10 +300,8 @@ def _media_entry(record: Record) -> dict[str, Any] | None:
 def image_bytes(folder: RunFolder, name: str, step: int) -> bytes:
     """A PNG file; nothing if there is none. Its place follows from name and step, not from the record of the image."""
     with suppress(OSError):
-        data = (
-            b"" if folder.images.is_symlink() else regular_files.read_bytes(folder.image(name, step), _MAX_IMAGE_BYTES)
-        )
-        return data if data.startswith(b"\x89PNG\r\n\x1a\n") else b""
+        data = regular_files.read_bytes(folder.image(name, step), _MAX_IMAGE_BYTES)
+        return data if data.startswith(b"\x89PNG\r\n\x1a\n") and not folder.images.is_symlink() else b""
     return b""
 
 

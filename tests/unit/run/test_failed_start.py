@@ -15,7 +15,7 @@ from paceline.run.folder import RunFolder
 ROUNDS, STARTS = 100, 3
 
 
-def failed_folder(path: Path, *events: str) -> RunFolder:
+def failed_launch(path: Path, *events: str) -> RunFolder:
     """A start of a launcher, which failed after these events."""
     names = ("launched", *events, "ended")
     (path / "logs").mkdir(parents=True)
@@ -24,7 +24,7 @@ def failed_folder(path: Path, *events: str) -> RunFolder:
     return folder
 
 
-def claim(root: Path, barrier: Any, claimed: Any) -> None:
+def claim_all(root: Path, barrier: Any, claimed: Any) -> None:
     found = []
     for number in range(ROUNDS):
         barrier.wait()
@@ -36,10 +36,10 @@ def claim(root: Path, barrier: Any, claimed: Any) -> None:
 def test_of_starts_at_the_same_time_each_gets_a_folder_of_its_own(tmp_path: Path, before: str) -> None:
     for number in range(ROUNDS if before != "nothing" else 0):
         path = tmp_path / str(number)
-        path.mkdir() if before == "an empty folder" else failed_folder(path)
+        path.mkdir() if before == "an empty folder" else failed_launch(path)
     fork = multiprocessing.get_context("fork")
     barrier, claimed = fork.Barrier(STARTS), fork.Queue()
-    starts = [fork.Process(target=claim, args=(tmp_path, barrier, claimed)) for _ in range(STARTS)]
+    starts = [fork.Process(target=claim_all, args=(tmp_path, barrier, claimed)) for _ in range(STARTS)]
     for start in starts:
         start.start()
     by_start = [claimed.get() for _ in starts]
@@ -56,7 +56,7 @@ OF_A_SCRIPT = ("metrics.csv", "config.yaml", "tensorboard/events.out.tfevents.1.
 @pytest.mark.parametrize("file", [*FOREIGN, *OF_A_SCRIPT])
 @pytest.mark.parametrize("has_trainer", [True, False])
 def test_a_failed_start_with_files_of_others_is_not_cleared(tmp_path: Path, file: str, has_trainer: bool) -> None:
-    folder = failed_folder(tmp_path / "a", *(["joined", "opened"] if has_trainer else []))
+    folder = failed_launch(tmp_path / "a", *(["joined", "opened"] if has_trainer else []))
     path = folder.path / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
@@ -65,7 +65,7 @@ def test_a_failed_start_with_files_of_others_is_not_cleared(tmp_path: Path, file
 
 
 def test_a_launch_folder_that_cannot_be_moved_stays_as_it_is(tmp_path: Path) -> None:
-    launch, run = failed_folder(tmp_path / "launch"), failed_folder(tmp_path / "run")
+    launch, run = failed_launch(tmp_path / "launch"), failed_launch(tmp_path / "run")
     before = run.ledger.read_text()
     (run.path / ".launch" / "kept").mkdir(parents=True)  # where it goes first
     with pytest.raises(OSError):
@@ -78,6 +78,6 @@ def test_a_launch_folder_that_cannot_be_moved_stays_as_it_is(tmp_path: Path) -> 
 def test_what_a_trainer_without_a_run_printed_in_an_hour_is_kept(
     tmp_path: Path, opened: tuple[str, ...], is_cleared: bool
 ) -> None:
-    folder = failed_folder(tmp_path / "a", "joined", *opened)
+    folder = failed_launch(tmp_path / "a", "joined", *opened)
     ledgers.written(folder.path, (4000.0, "ended", {"status": 1}))
     assert failed_start.cleared(folder) is is_cleared
