@@ -201,3 +201,21 @@ def test_they_start_over_if_only_one_of_them_has_saved(tmp_path: Path) -> None:
     pair(tmp_path, "gan,gan", 8)
     said = pair(tmp_path, "gan,gan", 0)
     assert "began at 0 0" in said and "not all Trainers of runs/gan have saved yet" in said
+
+
+def test_a_failure_does_not_concern_a_run_that_has_finished(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, paceline\n"
+        "from torch.utils.data import TensorDataset\n"
+        "data = TensorDataset(torch.ones(16, 4), torch.ones(16, 1))\n"
+        "for name in ('first', 'second'):\n"
+        "    model, mse = torch.nn.Linear(4, 1), torch.nn.MSELoss()\n"
+        "    paceline.Trainer(model, criterion=mse, batch=8, run=name, quiet=True).train(data, epochs=1)\n"
+        "raise ValueError('later')\n"
+    )
+    assert forked.paceline("launch", "-n", "1", "--cpu", str(script), cwd=tmp_path).returncode == 1
+    events = {name: list(ledger.events(RunFolder(tmp_path / "runs" / name))) for name in ("first", "second")}
+    assert ledger.find_end(events["second"]).state == "finished"
+    # The folder of the launch, which has its end as well, once.
+    assert [event["event"] for event in events["first"] if event["event"] in ("failed", "ended")] == ["failed", "ended"]

@@ -87,15 +87,19 @@ def _parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def opened(launch: RunFolder) -> list[RunFolder]:
-    """The run folders that trainers of the last launch have opened."""
-    found: list[RunFolder] = []
+def opened(launch: RunFolder) -> dict[RunFolder, bool]:
+    """The run folders that trainers of the last launch have opened, and whether their training has finished."""
+    found: dict[RunFolder, bool] = {}
+    of_trainer: dict[Any, RunFolder] = {}
     for event in events(launch):
         if event["event"] == "launched" and not event.get("generation"):  # earlier events belong to another launch
-            found = []
+            found = {}
         elif event["event"] == "opened":
-            found.append(RunFolder(Path(str(event.get("run")))))
-    return list(dict.fromkeys(found))
+            of_trainer[event.get("trainer")] = run = RunFolder(Path(str(event.get("run"))))
+            found[run] = False
+        elif event["event"] in ("first-step", "finished") and (opened := of_trainer.get(event.get("trainer"))):
+            found[opened] = event["event"] == "finished"
+    return found
 
 
 def opened_before(folder: RunFolder, name: str, generation: int) -> RunFolder | None:

@@ -39,10 +39,13 @@ class RankLogs:
         return {environment.LOG_FOLDER: str(self.folder), **run}
 
     def note(self, event: str, **values: Any) -> None:
-        """In the ledgers of this launch and of all runs of its ranks."""
-        own = [] if self.run is None else [self.run]
-        for each in dict.fromkeys([*own, *ledger.opened(self.folder)]):
-            ledger.Ledger(each).note(event, **values)
+        """In the ledgers of this launch and of all runs of its ranks. Those that have finished stay so."""
+        own = {} if self.run is None else {self.run.current: False}
+        for each, has_finished in {**ledger.opened(self.folder), **own}.items():
+            if not has_finished:
+                ledger.Ledger(each).note(event, **values)
+            elif event == "ended":
+                ledger.Ledger(each).note(event, **{**values, "status": 0})
 
     def of_rank(self, rank: int) -> str:
         """The path of a rank's log for display; empty if the log is temporary."""
