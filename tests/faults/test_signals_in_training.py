@@ -100,8 +100,8 @@ def evaluated(folder: Path, rank: int | None, data: Any = None, **settings: Any)
     ("settings", "data", "step"),
     [
         ({"eval_every": 4}, None, 4),
-        ({"eval_every": 4, "strategy": "fsdp"}, None, 4),
-        ({"eval_every": 100}, None, STEPS),  # the last one
+        pytest.param({"eval_every": 4, "strategy": "fsdp"}, None, 4, marks=pytest.mark.nightly),
+        pytest.param({"eval_every": 100}, None, STEPS, marks=pytest.mark.nightly),  # the last one
         ({}, Unmeasured(), None),  # at the end of the first epoch
     ],
     ids=["ddp", "fsdp", "last", "epoch"],
