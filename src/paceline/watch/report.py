@@ -15,14 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from paceline import log
 from paceline.errors import LaunchError
-from paceline.run import ledger, regular_files
-from paceline.run.folder import RunFolder, short
+from paceline.run import regular_files
+from paceline.run.folder import RunFolder
 from paceline.watch import page_values
 from paceline.watch.live_run import LiveRun
 from paceline.watch.page_values import log_lines
-from paceline.watch.run_facts import recipe_rows
 from paceline.watch.run_screen import By
 
 _BUCKETS = 3000  # of all runs together: 150 kB per curve
@@ -45,22 +43,6 @@ def write_report(folders: Sequence[RunFolder], path: Path, by: By = "step") -> N
         raise LaunchError(
             "report-not-written", f"Can't write {path}: {error.strerror}.", fix="pass a writable path with -o"
         ) from None
-
-
-def write_requested(launch: RunFolder) -> None:
-    """When a launch ends: write the reports of its runs whose recipes ask for them, to their folders."""
-    for folder in dict.fromkeys((launch, *ledger.opened(launch))):
-        if any(row[:2] == ("report", "true") for row in recipe_rows(folder)):
-            write_in_folder(folder)
-
-
-def write_in_folder(folder: RunFolder) -> None:
-    """A report that can't be written must not change how a run ends."""
-    try:
-        write_report([folder], folder.report)
-        log.info(f"report: {short(folder.report)}")
-    except Exception as error:  # whatever is in the folder
-        log.warning(f"the report was not written: {error}")
 
 
 def _values(number: int, folder: RunFolder, buckets: int) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import pytest
 
 from made_runs import make_run
 from paceline.errors import LaunchError
-from paceline.run.ledger import Ledger
 from paceline.watch import report
-from paceline.watch.report import write_report, write_requested
+from paceline.watch.report import write_report
 from watched import HOSTILE, embedded_values, run_folder
 
 
@@ -47,24 +46,10 @@ def test_logs_of_many_ranks_stay_small(tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
 
 
-def test_reports_that_recipes_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    launch = run_folder(tmp_path / "launch", config="report: false\n")
-    asked = run_folder(tmp_path / "asked", config="report: true\n")
-    silent = run_folder(tmp_path / "silent")
-    for run in (asked, silent):
-        Ledger(launch).note("opened", run=str(run.path), name="x")
-    write_requested(launch)
-    assert asked.report.is_file() and not launch.report.exists() and not silent.report.exists()
-    assert "report: " in capsys.readouterr().err
-
-
-def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", config="report: true\n")
     with pytest.raises(LaunchError, match="report-not-written"):
         write_report([folder], tmp_path / "missing" / "report.html")
-    folder.report.mkdir()
-    write_requested(folder)
-    assert "the report was not written" in capsys.readouterr().err
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -73,16 +58,6 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     write_report([folder], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert page.count("<script") == 2 and "\x1b" not in page and "\u202e" not in page
-
-
-def test_runs_of_an_earlier_launch_are_left_alone(tmp_path: Path) -> None:
-    """A folder that was copied names the one it was copied from."""
-    other = run_folder(tmp_path / "other", config="report: true\n")
-    launch = run_folder(tmp_path / "launch", events=[], config="report: true\n")
-    Ledger(launch).note("opened", at=1.0, run=str(other.path), name="x")
-    Ledger(launch).note("launched", at=2.0, nodes=1, ranks=1, generation=0)
-    write_requested(launch)
-    assert launch.report.exists() and not other.report.exists()
 
 
 def inline(kind: str, page: str) -> list[str]:

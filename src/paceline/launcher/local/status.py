@@ -17,11 +17,10 @@ from paceline.errors import PacelineError
 from paceline.launcher.local.console import Console
 from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.launcher.workload import Workload
-from paceline.run import heartbeat
+from paceline.run import heartbeat, requested_report
 from paceline.run.ledger import RunEnd
 from paceline.run.user_frame import hide_library_frames
 from paceline.runtime import environment
-from paceline.watch import report
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
@@ -108,7 +107,7 @@ def show_ledger(logs: RankLogs, status: int) -> None:
     account = goodput.summarize(logs.run)
     if account.training:
         log.info(account.table())
-    report.write_requested(logs.run)
+    requested_report.write_all(logs.run)
 
 
 def note_failure(cause: Cause, logs: RankLogs) -> None:

@@ -33,7 +33,7 @@ from paceline.errors import CheckpointError
 from paceline.guard import run_setup
 from paceline.log import Log
 from paceline.plan.layout import Derived, table
-from paceline.run import jsonl, ledger, regular_files
+from paceline.run import jsonl, ledger, regular_files, requested_report
 from paceline.run.folder import RunFolder, not_usable, short
 from paceline.run.lock import RunLock
 from paceline.runtime import collectives, environment
@@ -42,7 +42,6 @@ from paceline.runtime.process_group import World
 from paceline.text import numbered
 from paceline.train import factory
 from paceline.train.recorder import Sinks
-from paceline.watch import report
 
 SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares
 TOGETHER = "together"  # also there: Trainers that train at the same time
@@ -269,7 +268,7 @@ class RunHandle:
             self._lock.release()
         self._lock = None
         if config.report and self.folder is not None and self._world.is_main and environment.run_folder() is None:
-            report.write_in_folder(self.folder)
+            requested_report.write(self.folder)
 
 
 _OPEN: weakref.WeakSet[RunHandle] = weakref.WeakSet()

@@ -1,0 +1,49 @@
+"""The page about a run that its recipe asks for (`report: true`).
+
+`paceline report` writes it, in a process of its own: neither ranks nor launchers import the page.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from paceline import log
+from paceline.run import ledger, regular_files
+from paceline.run.folder import RunFolder, short
+
+_REQUESTED = re.compile(r"^report: true\b", re.MULTILINE)
+_MAX_RECIPE = 1 << 20  # bytes
+_SECONDS = 120.0  # half a second is usual
+
+
+def write_all(launch: RunFolder) -> None:
+    """When a launch ends: write the reports of its runs whose recipes ask for them, to their folders."""
+    for folder in dict.fromkeys((launch, *ledger.opened(launch))):
+        try:
+            recipe = regular_files.read_bytes(folder.config, _MAX_RECIPE).decode()
+        except (OSError, ValueError):
+            continue
+        if _REQUESTED.search(recipe):
+            write(folder)
+
+
+def write(folder: RunFolder) -> None:
+    """A report that can't be written does not change how a run ends."""
+    command = [sys.executable, "-m", "paceline", "report", str(folder.path), "-o", str(folder.report)]
+    try:
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
+        )
+        log.info(f"report: {short(folder.report)}")
+    except subprocess.CalledProcessError as error:
+        log.warning(f"the report was not written: {error.stderr.strip() or f'exit status {error.returncode}'}")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        log.warning(f"the report was not written: {error}")
