@@ -31,8 +31,8 @@ import paceline
 from paceline.config.sections import SyncSection
 from paceline.models.gpt import GPT
 from paceline.models.resnet import resnet18
-from paceline.sync.compression import build_compression
-from paceline.sync.exchange import Exchange
+from paceline.parallel.sync.compression import build_compression
+from paceline.parallel.sync.exchange import Exchange
 
 RANKS = (1, 2, 4)  # of PowerSGD
 MODELS: dict[str, Callable[[], nn.Module]] = {

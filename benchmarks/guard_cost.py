@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import paceline
-from paceline.guard.same_model import ReplicaCheck
+from paceline.train.checks.same_model import ReplicaCheck
 
 WIDTH = 5000
 

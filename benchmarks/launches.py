@@ -24,10 +24,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import paceline.cli.main
-import paceline.launcher.function
-import paceline.launcher.local.agent
-import paceline.runtime.serialization  # noqa: F401  # imported once, before launches are forked
 from faults import launches
 
 

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from made_runs import make_run
 from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer
-from paceline.watch.watched_runs import WatchedRuns
+from paceline.tools.watch.page_server import PageServer
+from paceline.tools.watch.watched_runs import WatchedRuns
 from system import browser
 
 IMAGES = Path(__file__).parents[1] / "docs" / "guides" / "images"

@@ -34,7 +34,7 @@ import histories
 import positions
 from histories import BATCH, BOUNDS, CASES, SAMPLES, STEPS, STEPS_PER_EPOCH, Tokens
 from paceline.models.gpt import GPT
-from paceline.testing.runner import run_on_ranks
+from paceline.tools.testing.runner import run_on_ranks
 
 AT_ONCE = 20  # histories that share worlds
 STOP = 7  # step after which the peer stops: the second of its second epoch

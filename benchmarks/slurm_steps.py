@@ -27,11 +27,11 @@ from paceline.launcher.workload import Workload
 from paceline.run import study_folder
 from paceline.run.folder import RunFolder
 from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
-from paceline.search import recipe_trials
-from paceline.search.placement import Machine, Pool, TrialSlot
-from paceline.search.results import Trial
-from paceline.search.scheduler import Sweep
-from paceline.search.study import Study
+from paceline.tools.search import recipe_trials
+from paceline.tools.search.placement import Machine, Pool, TrialSlot
+from paceline.tools.search.results import Trial
+from paceline.tools.search.scheduler import Sweep
+from paceline.tools.search.study import Study
 from system import slurm_cluster
 
 _TRIALS = 25  # of a study: reading it takes longer with each

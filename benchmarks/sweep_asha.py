@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from paceline.run.study_folder import StudyFolder, values
-from paceline.search.study import Study
+from paceline.tools.search.study import Study
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "mlp.yaml"
 SPACE = ["optimizer.lr=log(1e-4,1e-1)", "optimizer.weight_decay=log(1e-4,1)", "model.width=int(16,128,16)"]

@@ -25,7 +25,7 @@ RATES = [1e-4 * 10 ** (number / 8) for number in range(24)]
 
 def paceline_program(folder: str) -> None:
     import paceline
-    from paceline.search import scheduler
+    from paceline.tools.search import scheduler
 
     waits: list[float] = []
     run = scheduler.Sweep.run

@@ -22,7 +22,7 @@ import psutil
 
 from paceline.run import ledger
 from paceline.run.study_folder import StudyFolder
-from paceline.search.study import Study
+from paceline.tools.search.study import Study
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "mlp.yaml"
 

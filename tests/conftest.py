@@ -80,7 +80,7 @@ def _those_that_fork_first(items: list[pytest.Item], workers: int) -> list[pytes
 def paceline_no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """As the plugin does, except that a test may leave ranks that wait for the next one."""
     import worlds
-    from paceline.testing import plugin
+    from paceline.tools.testing import plugin
 
     worlds.fixtures = frozenset(request.fixturenames)
     before = plugin.snapshot()

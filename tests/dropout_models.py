@@ -22,8 +22,8 @@ from paceline.errors import LayoutError
 from paceline.models.dropout import functions
 from paceline.models.gpt import GPT
 from paceline.runtime.sample_keys import SampleKeys
-from paceline.testing import comparison
-from paceline.testing.comparison import ParityLayout, ParityRow, ParityRun
+from paceline.tools.testing import comparison
+from paceline.tools.testing.comparison import ParityLayout, ParityRow, ParityRun
 
 BOUNDS = {"fp64": 1e-9, "fp32": 1e-5}
 VOCABULARY, TOKENS, SAMPLES = 64, 12, 26

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 
-from paceline.cli.main import main
 from paceline.runtime import process_group
 from paceline.runtime.processes import fork
+from paceline.tools.cli.main import main
 
 
 def paceline(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -26,7 +26,7 @@ import paceline
 from paceline.data.loader import MicroBatch
 from paceline.models.gpt import GPT
 from paceline.runtime import collectives
-from paceline.testing.comparison import ParityLayout
+from paceline.tools.testing.comparison import ParityLayout
 
 STEPS, SAMPLES, BATCH, SAVE_EVERY, EVAL_EVERY = 30, 50, 12, 7, 3
 STEPS_PER_EPOCH = -(-SAMPLES // BATCH)

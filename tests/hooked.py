@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.parallel.data_parallel import CommHook
-from paceline.sync.compression import Compression
-from paceline.sync.exchange import Exchange
+from paceline.parallel.sync.compression import Compression
+from paceline.parallel.sync.exchange import Exchange
 
 
 class ChosenGradients(nn.Module):

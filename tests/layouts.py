@@ -12,8 +12,8 @@ from typing import Any
 
 import tiny
 from paceline.config.components import PRECISIONS
-from paceline.testing import comparison
-from paceline.testing.comparison import ParityLayout, ParityRow, ParityRun
+from paceline.tools.testing import comparison
+from paceline.tools.testing.comparison import ParityLayout, ParityRow, ParityRun
 
 STEPS = 10
 DATA = ("ddp:2", "ddp:3", "ddp:4", "fsdp:2", "fsdp:3", "fsdp:4", "hsdp:4")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer
-from paceline.watch.watched_runs import WatchedRuns
+from paceline.tools.watch.page_server import PageServer
+from paceline.tools.watch.watched_runs import WatchedRuns
 
 
 @contextmanager

@@ -6,11 +6,11 @@ import importlib
 
 import typer
 
-from paceline.cli.main import app
+from paceline.tools.cli.main import app
 
 # Imported on first use in most ranks and commands, which took each of them 0.3 CPU seconds.
 _MODULES = (
-    "multiprocessing.popen_fork", "numpy.ctypeslib", "paceline.cli.train", "paceline.data.datasets",
+    "multiprocessing.popen_fork", "numpy.ctypeslib", "paceline.tools.cli.train", "paceline.data.datasets",
     "paceline.launcher.backends.ssh",
     "paceline.launcher.cluster.frontend", "paceline.launcher.dispatch", "paceline.launcher.local.agent",
     "paceline.launcher.local.single_node", "paceline.models.mlp", "paceline.models.vae", "paceline.train.trainer",

@@ -47,7 +47,7 @@ from torch._dynamo.utils import counters
 
 from paceline.runtime import collectives, environment, process_group
 from paceline.runtime.processes import fork, keep_gloo_from_preempting, wait_until_idle
-from paceline.testing import runner
+from paceline.tools.testing import runner
 from paceline.train import standstill
 from samples import ALL
 

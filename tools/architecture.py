@@ -17,16 +17,11 @@ PAGE = ROOT / "docs" / "architecture.md"
 MAP = re.compile(r"(<!-- map: .*? -->\n)(.*?)(<!-- end of map -->)", re.S)
 
 PACKAGES = {
-    "cli": "commands, one thin file each",
-    "testing": "tests on several ranks; parity",
-    "search": "trials of a sweep, and where they run",
-    "bench": "measurements of collectives, steps and scaling",
-    "doctor": "checks of machines and links",
-    "train": "the Trainer and its loop; never starts processes",
-    "guard": "checks before and during training that results are right on every rank",
+    "testing": "public names of `tools/testing`",
+    "tools": "what people run: `cli`, `watch`, `doctor`, `bench`, `search`, `testing`; nothing below imports it",
+    "train": "the Trainer and its loop, `checks` of a training, `checkpointing`; never starts processes",
     "precision": "number formats, loss scaling",
-    "parallel": "one function per axis and pass; `compose` applies them in order",
-    "sync": "compressed gradients, local steps",
+    "parallel": "one function per axis and pass; `compose` applies them in order; `sync`: less communication",
     "optim": "optimizers, schedules, clipping, EMA",
     "checkpoint": "format, writing and reading of checkpoints",
     "monitor": "loggers, progress bar, profiler, stragglers",
@@ -34,12 +29,11 @@ PACKAGES = {
     "models": "built-in models, losses, what a model declares",
     "data": "sample order, loaders, datasets",
     "runtime": "this process in its world: rank, process group, collectives, random state",
-    "watch": "runs for people: list, screen, comparison",
     "diagnose": "why ranks ended or hang; the pages of error codes",
     "plan": "layout, batch, schedule and memory, each value with its reason",
     "run": "the run folder: names, formats, lock, ledger",
-    "own_code": "functions and classes that recipes name, imported from the user's code",
     "config": "recipes and launch settings as frozen data",
+    "own_code": "functions and classes that recipes name, imported from the user's code",
     "registry": "components by name",
     "log": "what is shown",
     "text": "formatting",
@@ -51,7 +45,7 @@ def layers() -> list[list[str]]:
     """Packages from the top down, as import-linter enforces them; those of a layer do not import each other."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     rows = contracts[0]["layers"]
-    return [[name.strip().removeprefix("paceline.") for name in row.split("|")] for row in rows]
+    return [[name.strip().removeprefix("paceline.") for name in re.split("[|:]", row)] for row in rows]
 
 
 def imports() -> dict[str, set[str]]:

@@ -22,9 +22,9 @@ import typer
 
 import paceline
 from docstrings import Docstring, doc, members, module_names, parse, signature_of
-from paceline.cli.main import app
-from paceline.cli.workloads import RecipeKey, recipe_keys
 from paceline.config.recipe import Config
+from paceline.tools.cli.main import app
+from paceline.tools.cli.workloads import RecipeKey, recipe_keys
 from paceline.train.trainer_kwargs import TrainerKwargs
 
 # The keys of a recipe by subject, in the order of the reference. A test knows that each one has a place.

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from paceline.optim.optimizers import register_optimizer
     from paceline.run.history import History
     from paceline.runtime.noise import noise
-    from paceline.search.function_sweep import sweep
-    from paceline.search.study import Study
+    from paceline.tools.search.function_sweep import sweep
+    from paceline.tools.search.study import Study
     from paceline.train.trainer import Trainer
 
 # public name -> (module, attribute); an attribute of None is the module itself.
@@ -34,7 +34,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "Loss": ("paceline.models.losses", "Loss"),
     "ModelSpec": ("paceline.models.spec", "ModelSpec"),
     "PipelineSpec": ("paceline.models.spec", "PipelineSpec"),
-    "Study": ("paceline.search.study", "Study"),
+    "Study": ("paceline.tools.search.study", "Study"),
     "Trainer": ("paceline.train.trainer", "Trainer"),
     "dist": ("paceline.dist", None),
     "errors": ("paceline.errors", None),
@@ -47,7 +47,7 @@ _PUBLIC: dict[str, tuple[str, str | None]] = {
     "register_logger": ("paceline.monitor.loggers", "register_logger"),
     "register_model": ("paceline.models.zoo", "register_model"),
     "register_optimizer": ("paceline.optim.optimizers", "register_optimizer"),
-    "sweep": ("paceline.search.function_sweep", "sweep"),
+    "sweep": ("paceline.tools.search.function_sweep", "sweep"),
     "testing": ("paceline.testing", None),
 }
 

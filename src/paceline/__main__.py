@@ -1,6 +1,6 @@
 """`python -m paceline` is the `paceline` command."""
 
-from paceline.cli.main import main
+from paceline.tools.cli.main import main
 
 if __name__ == "__main__":
     main()

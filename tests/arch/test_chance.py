@@ -28,8 +28,8 @@ SLEEPS = {
 # Measured times in assertions. Only downward.
 DURATIONS = {
     "ranks/test_several_nodes.py": 1, "system/test_doctor_hosts.py": 2,
-    "unit/diagnose/log_files/test_log_events.py": 1, "unit/doctor/test_redact.py": 1,
-    "unit/watch/test_metric_series.py": 1,
+    "unit/diagnose/log_files/test_log_events.py": 1, "unit/tools/doctor/test_redact.py": 1,
+    "unit/tools/watch/test_metric_series.py": 1,
 }  # fmt: skip
 # Ports that were free a moment ago. Only downward.
 PORTS = {"system/ray_server.py": 1, "system/slurm_cluster.py": 1, "system/ssh_server.py": 1}

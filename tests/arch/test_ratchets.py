@@ -4,9 +4,11 @@ same commit. None rises, except `LINES` by what was agreed for a feature."""
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,8 @@ ENGINE_FIELDS = 43
 ENGINE_IMPORTS = 56
 ASSIGNED_FROM_OUTSIDE = 19  # attributes of the step and of the update of the optimizer
 MODULES_OF_A_RANK = 199
+PACKAGES = 15
+LAYERS = 7  # of packages; modules are below them, and `paceline.testing` is above
 THREADS_OF_A_RANK = 2  # under paceline launch
 REPEATED_HELPERS = 181  # names of functions that two files of tests define
 
@@ -37,6 +41,14 @@ def test_all_lines() -> None:
     """A ceiling far above what there is holds nothing."""
     lines = sum(path.read_text().count("\n") for path in FILES)
     assert LINES - 150 <= lines <= LINES
+
+
+def test_packages_and_their_layers() -> None:
+    packages = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    contract = tomllib.loads((TESTS.parent / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    layers = [set(re.findall(r"paceline\.(\w+)", row)) & packages for row in contract["layers"]]
+    assert set.union(*layers) == packages
+    assert (len(packages), len([layer for layer in layers if layer])) == (PACKAGES, LAYERS)
 
 
 def stored(node: ast.AST) -> Iterator[tuple[str, str]]:

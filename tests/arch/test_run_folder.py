@@ -19,9 +19,9 @@ SOURCE = Path(paceline.__file__).parent
 
 # Words that are also something else. A dictionary key, an index and a `Literal[...]` never count.
 NOT_A_FILE = {
-    ("cli/runs.py", "report.html"): "the default of -o, in the working directory",
+    ("tools/cli/runs.py", "report.html"): "the default of -o, in the working directory",
     ("config/recipe.py", "report.html"): "the description of a recipe key; config is below run",
-    ("doctor/bundle.py", "environment.json"): "a member of the bundle, with environment variables",
+    ("tools/doctor/bundle.py", "environment.json"): "a member of the bundle, with environment variables",
     ("config/recipe.py", "metrics.jsonl"): "the description of a recipe key; config is below run",
     ("config/components.py", "tensorboard"): "the name of a logger",
     ("monitor/loggers.py", "tensorboard"): "the name of a logger and of its package",

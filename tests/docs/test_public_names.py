@@ -86,7 +86,7 @@ def test_messages_name_public_names_only() -> None:
         ("Call `paceline.checkpoint.external.load`.", ["paceline.checkpoint.external.load"]),
         ("from paceline.plan.slicing import shares", ["paceline.plan.slicing"]),
         ("from paceline.train import trainer", ["paceline.train"]),
-        ("paceline.testing.runner.ranks", ["paceline.testing.runner.ranks"]),
+        ("paceline.tools.testing.runner.ranks", ["paceline.tools.testing.runner.ranks"]),
         ("paceline.Tranier(model)", ["paceline.Tranier"]),
         ("Call paceline.dist.barrier(), paceline.testing.parity(…) or paceline.Loss. It ends with paceline.", []),
         ("raise paceline.errors.ConfigError", []),

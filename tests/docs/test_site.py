@@ -17,8 +17,8 @@ from markdown_it import MarkdownIt
 
 import forked
 import paceline
-from paceline.cli.workloads import recipe_keys
 from paceline.diagnose import catalog
+from paceline.tools.cli.workloads import recipe_keys
 from paceline.train.trainer_kwargs import TrainerKwargs
 from reference_pages import GROUPS
 

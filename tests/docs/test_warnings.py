@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from paceline.guard import loss_halves
 from paceline.monitor import gpu_stats, stragglers
 from paceline.plan import slow_input
 from paceline.train import graph_step, lr, standstill
+from paceline.train.checks import loss_halves
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "troubleshooting.md"
 

@@ -25,13 +25,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
-from paceline.cli.checkpoint import app
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose import goodput
 from paceline.errors import PacelineError
 from paceline.launcher.local.start import open_logs
 from paceline.run import failures, heartbeat, ledger
 from paceline.run.folder import RunFolder
+from paceline.tools.cli.checkpoint import app
 from paceline.train.trainer import Trainer  # here, not in every forked process
 
 KINDS = ("link to a file", "link to a folder", "dangling link", "pipe", "device", "folder", "socket")

@@ -228,7 +228,7 @@ def _launch_function(plan: Plan) -> int:
 
 
 def _launch_script(plan: Plan) -> int:
-    from paceline.cli.main import main
+    from paceline.tools.cli.main import main
 
     tests = Path(__file__).parents[1]
     text = f"import sys; sys.path.insert(0, {str(tests)!r})\nfrom faults.launches import act\nact({asdict(plan)!r})\n"

@@ -20,11 +20,11 @@ from typing import Any
 
 import nodes
 import paceline
-from paceline.cli import explain, runs
 from paceline.run.folder import RunFolder
 from paceline.run.ledger import NO_WORD
-from paceline.watch import page_values
-from paceline.watch.live_run import LiveRun
+from paceline.tools.cli import explain, runs
+from paceline.tools.watch import page_values
+from paceline.tools.watch.live_run import LiveRun
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "ending.py"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.run.study_folder import StudyFolder
-from paceline.search.study import Study
+from paceline.tools.search.study import Study
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
 RECIPE = Path(__file__).parents[2] / "recipes" / "mlp.yaml"

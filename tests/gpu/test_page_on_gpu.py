@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.run.folder import RunFolder
-from paceline.watch import page_values
-from paceline.watch.live_run import LiveRun
+from paceline.tools.watch import page_values
+from paceline.tools.watch.live_run import LiveRun
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -20,7 +20,7 @@ import torch
 import paceline
 from paceline import dist
 from paceline.errors import PacelineError
-from paceline.testing.runner import RankFailure, run_on_ranks
+from paceline.tools.testing.runner import RankFailure, run_on_ranks
 from programs import parts
 from programs.program import (
     CUSTOM_LOOPS,

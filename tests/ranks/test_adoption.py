@@ -105,7 +105,7 @@ def test_the_agent_of_torchrun(tmp_path: Path, alone: str) -> None:
 RECIPE = """
 import sys
 def train():
-    from paceline.cli.main import main
+    from paceline.tools.cli.main import main
     sys.argv = ["paceline", "train", *sys.argv[1:]]
     main()
 """

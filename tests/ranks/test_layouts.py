@@ -6,7 +6,7 @@ import pytest
 
 import layouts
 from layouts import ADAMW, BF16, FP32, FP64, RECOMPUTE, Cell
-from paceline.testing.comparison import ParityLayout
+from paceline.tools.testing.comparison import ParityLayout
 from samples import ALL
 
 # Further pairs of axes are in test_tensor.py and test_pipeline.py.

@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import paceline
 import tiny
 import warm
-from paceline.cli.main import app
 from paceline.parallel import compose
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.precision import policies
+from paceline.tools.cli.main import app
 
 MORE = {"recompute": "full", "compile": True}
 SPLIT = {"strategy": "split", "split": {"devices": ["cpu", "cpu"], "microbatches": 2}}

@@ -17,7 +17,7 @@ import paceline
 import tiny
 from paceline import dist, testing
 from paceline.errors import PacelineError
-from paceline.guard import preflight
+from paceline.train.checks import preflight
 from worlds import ranks
 
 

@@ -11,8 +11,8 @@ from torch import nn
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
-from paceline.guard import same_model
 from paceline.parallel.shards import local_shard
+from paceline.train.checks import same_model
 from worlds import ranks
 
 

@@ -21,7 +21,7 @@ from nodes import eventually
 from paceline.run import ledger
 from paceline.run.folder import RunFolder
 from paceline.run.study_folder import StudyFolder, values
-from paceline.search.study import Study
+from paceline.tools.search.study import Study
 
 SMALL = {
     "model": {"name": "mlp", "inputs": 64, "width": 16},

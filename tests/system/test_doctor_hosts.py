@@ -21,14 +21,14 @@ import pytest
 
 import forked
 from paceline.config.launch import DEFAULT_PORT, Endpoint, LaunchSpec, NodeRange
-from paceline.doctor import node_probe, ssh_hosts
-from paceline.doctor.finding import Finding, worst
-from paceline.doctor.node_probe import ProbeRequest
 from paceline.launcher.backends.ssh import read_hosts
 from paceline.launcher.dispatch import dispatch
 from paceline.launcher.local import agent as _agent  # noqa: F401  # once, before launchers are forked
 from paceline.launcher.workload import Workload
 from paceline.runtime.environment import TOKEN
+from paceline.tools.doctor import node_probe, ssh_hosts
+from paceline.tools.doctor.finding import Finding, worst
+from paceline.tools.doctor.node_probe import ProbeRequest
 from system import namespaces, ssh_server
 from system.namespaces import Machine
 from system.ssh_server import SshServer
@@ -40,7 +40,7 @@ SECONDS = 60.0  # generous: an import of torch on a busy machine takes several
 _CLONE_NEWUTS = 0x04000000
 NO_LOCAL_CHECKS = """
 import sys, types
-module = sys.modules["paceline.doctor.machine"] = types.ModuleType("paceline.doctor.machine")
+module = sys.modules["paceline.tools.doctor.machine"] = types.ModuleType("paceline.tools.doctor.machine")
 module.check_machine = lambda *_, **__: []
 """
 
@@ -203,7 +203,8 @@ def test_a_folder_that_a_host_does_not_have_is_a_failure(server: SshServer, tmp_
 @pytest.mark.nightly
 def test_hosts_that_pass_are_probed_over_ssh_by_one_rank_each(server: SshServer, tmp_path: Path) -> None:
     stub = (
-        "import sys, types\nmodule = types.ModuleType('paceline.doctor.machine')\nsys.modules[module.__name__] = module"
+        "import sys, types\nmodule = types.ModuleType('paceline.tools.doctor.machine')\n"
+        "sys.modules[module.__name__] = module"
     )
     python = python_on(tmp_path, {"sitecustomize.py": f"{stub}\nmodule.check_machine = lambda *_, **__: []\n"})
     spec = node_probe.one_rank_per_node(

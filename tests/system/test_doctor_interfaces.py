@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config.launch import DEFAULT_PORT
-from paceline.doctor.finding import Finding
+from paceline.tools.doctor.finding import Finding
 from system import namespaces
 from system.namespaces import Machine
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 
 CODE = """
 import json, sys
-from paceline.doctor import interfaces
+from paceline.tools.doctor import interfaces
 facts = interfaces.read(*sys.argv[1:], environment={})
 found = interfaces.check(facts, port=None, several_hosts=True)
 print(json.dumps([each.to_json() for each in found]))

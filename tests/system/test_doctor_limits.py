@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.doctor.finding import Finding
+from paceline.tools.doctor.finding import Finding
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("PACELINE_SYSTEM_TESTS") != "1", reason="mounts filesystems: set PACELINE_SYSTEM_TESTS=1"
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 CHECK = """
 import json, os, subprocess, sys
 from pathlib import Path
-from paceline.doctor import limits, storage
+from paceline.tools.doctor import limits, storage
 for mount in json.loads(sys.argv[1]):
     subprocess.run(["mount", *mount], check=True)
 for folder in json.loads(sys.argv[2]):

@@ -21,8 +21,8 @@ from hostile_pages import FIELDS, PAYLOADS, hostile_run
 from made_runs import make_run
 from paceline.monitor import media
 from paceline.run.folder import RunFolder
-from paceline.watch.page_server import PageServer, WatchedRuns
-from paceline.watch.report import standalone_page, write_report
+from paceline.tools.watch.page_server import PageServer, WatchedRuns
+from paceline.tools.watch.report import standalone_page, write_report
 from samples import sample
 from served import serving, serving_with
 

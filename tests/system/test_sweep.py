@@ -20,8 +20,8 @@ import pytest
 
 from paceline.run import ledger
 from paceline.run.study_folder import StudyFolder
-from paceline.search.study import Study
-from paceline.search.trial import Trial
+from paceline.tools.search.study import Study
+from paceline.tools.search.trial import Trial
 from system import namespaces, ray_server, slurm_cluster, ssh_server
 
 pytestmark = [

@@ -1,8 +1,9 @@
 """Launch options, each declared once, and the launch spec.
 
-A field with an `option` is a flag of `paceline launch` and `paceline train` (cli/options.py builds their signatures); a
-field of `LaunchOptions` is also a key of a recipe's `launch:`. `LaunchSpec.resolve` merges the two. Dispatch, backends,
-node orders and the agent receive the whole spec, so an option declared here reaches all of them, on every node.
+A field with an `option` is a flag of `paceline launch` and `paceline train` (tools/cli/options.py builds their
+signatures); a field of `LaunchOptions` is also a key of a recipe's `launch:`. `LaunchSpec.resolve` merges the two.
+Dispatch, backends, node orders and the agent receive the whole spec, so an option declared here reaches all of them, on
+every node.
 
 These are plain dataclasses, because `paceline --help` and `paceline launch` must start without importing pydantic.
 """

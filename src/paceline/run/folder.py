@@ -89,7 +89,7 @@ class RunFolder:
     rank_stats = _FilePerRank(_EVENTS, "rank-{:05d}.jsonl")  # throughput and memory
     trace = _FilePerRank(_PROFILE, "rank-{:05d}.json")  # of the profiler
     profile_split = _FilePerRank(_PROFILE, "split-{:05d}.json")  # where the time of the profiled steps went
-    report = FolderFile("report.html")  # a page about the run (watch/report.py)
+    report = FolderFile("report.html")  # a page about the run (tools/watch/report.py)
 
     logs = FolderFile(_LOGS)
     rank_log = _FilePerRank(_LOGS, "rank-{}.log")  # output

@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
-from paceline.guard.own_step import GradientWatch
 from paceline.models import loss_module
 from paceline.models.divisor import Divisor
 from paceline.models.losses import Loss
@@ -35,6 +34,7 @@ from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives, process_group
 from paceline.runtime.whereabouts import progress
 from paceline.train import first_step, loop
+from paceline.train.checks.own_step import GradientWatch
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.telemetry import Telemetry

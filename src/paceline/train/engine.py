@@ -17,14 +17,6 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.guard import own_step, preflight, same_model, unsupported, wrapped_model
-from paceline.guard.gradient_hooks import GradientHooks, hooks_of
-from paceline.guard.module_order import watch_order
-from paceline.guard.nonfinite import NonfiniteGuard, bad_step_test, is_fused
-from paceline.guard.run_setup import RunSetup
-from paceline.guard.same_model import ReplicaCheck
-from paceline.guard.unsupported import require_separable
-from paceline.guard.wrapped_model import take_over
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule, parameters_of_loss
 from paceline.models.model_call import infer_call, stateful
@@ -50,6 +42,14 @@ from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
 from paceline.train import factory, resolve_layout, standstill, sync_setup
 from paceline.train.checkpointing.run_handle import TrainProgress
+from paceline.train.checks import own_step, preflight, same_model, unsupported, wrapped_model
+from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
+from paceline.train.checks.module_order import watch_order
+from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
+from paceline.train.checks.run_setup import RunSetup
+from paceline.train.checks.same_model import ReplicaCheck
+from paceline.train.checks.unsupported import require_separable
+from paceline.train.checks.wrapped_model import take_over
 from paceline.train.graph_step import GraphedStep
 from paceline.train.optimizer_step import ShardedParams, Updater
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn

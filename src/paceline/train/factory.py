@@ -23,7 +23,6 @@ from paceline.config.sections import NamedSection
 from paceline.data.batches import tensors_in
 from paceline.data.datasets import DATASETS, get_data
 from paceline.errors import ConfigError, ModelError, PacelineError, TrainError
-from paceline.guard import run_setup
 from paceline.models.metrics import NamedMetric  # implements those of METRICS, too
 from paceline.models.spec import declared_spec
 from paceline.models.zoo import MODELS, find_model, get_model
@@ -55,6 +54,7 @@ from paceline.runtime.process_group import World
 from paceline.runtime.processes import call_in_child
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
 from paceline.train import resolve_layout
+from paceline.train.checks import run_setup
 from paceline.train.recorder import Sinks
 
 _DATA = 1  # the number of a random stream; the model has 0

@@ -25,14 +25,14 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
-from paceline.guard import forward_changes, loss_halves, preflight, snapshot
-from paceline.guard.gradient_hooks import BackwardWatch
-from paceline.guard.random_draws import LateDraws, describe_draws
 from paceline.models.divisor import Divisor
 from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives
 from paceline.text import plural
 from paceline.train import factory, standstill
+from paceline.train.checks import forward_changes, loss_halves, preflight, snapshot
+from paceline.train.checks.gradient_hooks import BackwardWatch
+from paceline.train.checks.random_draws import LateDraws, describe_draws
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper

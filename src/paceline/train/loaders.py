@@ -12,10 +12,10 @@ from paceline.data.iterable import OwnBatches
 from paceline.data.loader import DataShard, LaterLoader, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
 from paceline.errors import DataError
-from paceline.guard import run_setup
 from paceline.parallel.same_call import meet
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
+from paceline.train.checks import run_setup
 from paceline.train.engine import Engine
 from paceline.train.oom import BatchSizeFinder
 from paceline.train.slice_step import SliceStepper

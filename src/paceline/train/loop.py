@@ -23,8 +23,8 @@ from typing import Any
 
 from paceline.data.loader import Loader, MicroBatch
 from paceline.monitor.profiler import Profiler
+from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.run.history import Record
-from paceline.sync.local_steps import LocalSteps
 from paceline.train.callbacks import Callbacks, Epoch, Step
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.engine import Engine

@@ -14,10 +14,10 @@ import torch
 
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
-from paceline.guard.unsupported import interval_problem
 from paceline.optim.schedules import Plateau, from_plan
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan
+from paceline.train.checks.unsupported import interval_problem
 from paceline.train.optimizer_step import Updater
 
 JUMP, SMALL = 2.0, 0.01  # a change by this factor is a jump, unless both rates are below this share of the highest

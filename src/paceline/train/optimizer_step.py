@@ -18,19 +18,19 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 
-from paceline.guard.gradient_hooks import GradientHooks
-from paceline.guard.nonfinite import NonfiniteGuard, is_fused
-from paceline.guard.own_step import RequireOwner
-from paceline.guard.preflight import unused_parameters_error
-from paceline.guard.unsupported import asks_for_closure, needs_closure
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
 from paceline.optim.fused import FusedStep
 from paceline.parallel.optimizer_binding import assign_shard_gradients, raise_on_mixed_tensors
 from paceline.parallel.shards import is_primary_shard, local_shard
+from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.precision.policies import Scaler
 from paceline.runtime.mesh import Mesh
-from paceline.sync.local_steps import LocalSteps
+from paceline.train.checks.gradient_hooks import GradientHooks
+from paceline.train.checks.nonfinite import NonfiniteGuard, is_fused
+from paceline.train.checks.own_step import RequireOwner
+from paceline.train.checks.preflight import unused_parameters_error
+from paceline.train.checks.unsupported import asks_for_closure, needs_closure
 
 
 class ShardedParams:

@@ -30,7 +30,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from paceline.data.loader import MicroBatch
-from paceline.guard import snapshot
 from paceline.models.loss_module import LossModule
 from paceline.monitor import gpu_stats
 from paceline.monitor.flops import FlopCount, count_on_fakes, peak_flops
@@ -41,6 +40,7 @@ from paceline.plan.slow_input import InputSource, InputWatch, Interval, ReadTime
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
+from paceline.train.checks import snapshot
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.step import Stepper
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.guard.same_model import ReplicaCheck
 from paceline.log import Log
 from paceline.models.losses import Loss, means_of, weighted_means
 from paceline.models.metrics import require_number
@@ -28,6 +27,7 @@ from paceline.run.jsonl import JsonlWriter
 from paceline.runtime import collectives
 from paceline.text import format_value
 from paceline.train.callbacks import Callbacks
+from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.rates import Rates
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record

@@ -35,19 +35,19 @@ from torch.autograd.graph import _engine_run_backward
 
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
-from paceline.guard.nonfinite import NonfiniteGuard
 from paceline.log import rank_log
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule, changed_kind
 from paceline.parallel.compose import Wrapped
 from paceline.parallel.replicas import CarriedWeight, Replicas
+from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.plan.network_model import Traffic
 from paceline.precision.policies import Scaler
 from paceline.runtime.generator_states import marks_now
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.whereabouts import progress
-from paceline.sync.local_steps import LocalSteps
+from paceline.train.checks.nonfinite import NonfiniteGuard
 
 _OFF = 1e-6  # above the rounding of weights
 _torch_backward = Tensor.backward

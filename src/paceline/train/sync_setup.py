@@ -27,14 +27,14 @@ from paceline.log import Log
 from paceline.models.weights import as_moved, checksum
 from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.shards import local_shard
+from paceline.parallel.sync.compression import Compression, build_compression
+from paceline.parallel.sync.exchange import Exchange
+from paceline.parallel.sync.local_steps import LocalSteps, has_gaps
 from paceline.plan.layout import Degrees
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import uses_local_steps
 from paceline.runtime import collectives, process_group
 from paceline.runtime.mesh import Mesh, broadcast_from_first
-from paceline.sync.compression import Compression, build_compression
-from paceline.sync.exchange import Exchange
-from paceline.sync.local_steps import LocalSteps, has_gaps
 from paceline.text import format_sent, plural
 
 _PIECE = 64 << 20  # bytes that are averaged at once: the memory that a save takes on a GPU

@@ -21,8 +21,6 @@ from paceline.config.validation import KEYWORDS
 from paceline.data import adopt
 from paceline.data.input_hints import explain_dtypes
 from paceline.data.loader import Loader, MicroBatch
-from paceline.guard import nonfinite, preflight
-from paceline.guard.wrapped_model import check_comm_hook
 from paceline.models.usage_errors import explain_no_gradient
 from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.data_parallel import Reduce, broadcast_buffers
@@ -34,6 +32,8 @@ from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
+from paceline.train.checks import nonfinite, preflight
+from paceline.train.checks.wrapped_model import check_comm_hook
 from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects

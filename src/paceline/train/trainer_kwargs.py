@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
 from paceline.config.foreign_names import find_hint
 from paceline.config.recipe import Config
 from paceline.config.validation import explain_argument
-from paceline.guard.unsupported import check_optimizer, check_scheduler
 from paceline.models.usage_errors import check_criterion, check_model
+from paceline.train.checks.unsupported import check_optimizer, check_scheduler
 
 Kind = TypeVar("Kind", bound=type)
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import paceline
-from paceline.guard.own_step import RequireOwner
 from paceline.optim.fused import FusedStep
+from paceline.train.checks.own_step import RequireOwner
 from worlds import ranks
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 
 from paceline.runtime import rank_watch
 from paceline.runtime.rank_watch import RecordedGroup
-from paceline.testing.runner import ranks
+from paceline.tools.testing.runner import ranks
 
 
 def entry(pg_id: int, number: int, **others: Any) -> dict[str, Any]:

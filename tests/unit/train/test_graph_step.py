@@ -14,8 +14,8 @@ import paceline
 import tiny
 from graph_on_cpu import GraphsOnCpu
 from paceline.errors import LayoutError, TrainError
-from paceline.guard.nonfinite import NonfiniteGuard
 from paceline.train import cuda_graphs
+from paceline.train.checks.nonfinite import NonfiniteGuard
 from worlds import ranks
 
 

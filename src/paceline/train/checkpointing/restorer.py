@@ -18,7 +18,6 @@ from paceline.checkpoint.state import LoadedState, TrainingState
 from paceline.checkpoint.transfer import fetch
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError, did_you_mean
-from paceline.guard.run_setup import COUNTERS
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.same_call import meet
 from paceline.parallel.shards import copy_shard_, local_shard
@@ -32,6 +31,7 @@ from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.run_handle import SETUP, TOGETHER, RunHandle, checkpoint_to_resume, open_runs
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
 from paceline.train.checkpointing.sync_state import report_other_replicas
+from paceline.train.checks.run_setup import COUNTERS
 from paceline.train.engine import Engine
 from paceline.train.lr import LearningRate
 

@@ -30,7 +30,6 @@ from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError
-from paceline.guard import run_setup
 from paceline.log import Log
 from paceline.plan.layout import Derived, table
 from paceline.run import jsonl, ledger, regular_files, requested_report
@@ -41,6 +40,7 @@ from paceline.runtime.consistency import ranks_without_access, run_on_all_ranks
 from paceline.runtime.process_group import World
 from paceline.text import numbered
 from paceline.train import factory
+from paceline.train.checks import run_setup
 from paceline.train.recorder import Sinks
 
 SETUP = "setup"  # in the data of a manifest: what guard/run_setup.py compares

@@ -17,7 +17,6 @@ from paceline.checkpoint.state import Snapshot, TrainingState
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
-from paceline.guard.preflight import versions
 from paceline.parallel.same_call import Agreement, meet
 from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
@@ -25,6 +24,7 @@ from paceline.runtime.consistency import run_on_all_ranks
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.checkpointing.sync_state import with_means
+from paceline.train.checks.preflight import versions
 from paceline.train.engine import Engine
 
 _TOLERATED_FAILURES = 2

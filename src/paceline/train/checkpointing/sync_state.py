@@ -36,12 +36,12 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import REPLICAS, ReplicaPlace, ShardedState, ShardedStateful, Snapshot, targets_below
-from paceline.guard.wrapped_model import is_saved
+from paceline.parallel.sync.local_steps import LocalSteps, has_mean
 from paceline.precision.policies import Scaler
 from paceline.runtime.serialization import from_json, to_json
-from paceline.sync.local_steps import LocalSteps, has_mean
 from paceline.text import plural
 from paceline.train.checkpointing.model_state import shard_of
+from paceline.train.checks.wrapped_model import is_saved
 from paceline.train.engine import Engine
 from paceline.train.sync_setup import ReplicaAverage
 

@@ -1,0 +1,187 @@
+"""Where the time of a training step goes.
+
+    trainer = TimedTrainer.from_config(config)
+    trainer.train(data, max_steps=50)
+    trainer.times.steps()          # [{"data": 0.0001, "forward": 0.004, …}, …], in seconds
+
+The Trainer and its loop are the real ones. Their parts are wrapped from outside, once, when training begins: each
+wrapper notes the time before and after its call, so that all time between two notes belongs to exactly one part, and
+the parts of a step add up to it. On a GPU the notes are CUDA events in the stream of the computation: a part is the
+time that the stream spends on it, or waits for the host in it.
+
+Communication means the time that the step waits for it, which is what it costs. With DDP this is the time between the
+end of the gradient computation and the end of the backward, when all buckets are reduced: a callback of autograd, which
+is queued before that of DDP, marks the first of the two. It includes waiting for slower ranks; on the last rank to
+arrive it is communication alone. Buckets that are reduced while gradients are computed cost nothing here, though on a
+busy CPU they slow the backward down. FSDP, tensor and pipeline parallelism communicate inside forward and backward,
+where it can't be told from the computation: there it is part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.data.loader import MicroBatch
+from paceline.parallel.replicas import Replicas
+from paceline.tools.bench import step_report
+from paceline.train import loop
+from paceline.train.pipeline_step import PipelineStepper
+from paceline.train.slice_step import SliceStepper
+from paceline.train.trainer import Trainer
+
+_END, _APART = "end", "apart"  # of a step; of no step
+
+
+class StepTimes:
+    """Notes of time on one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.align: Callable[[], object] | None = None  # called between steps, outside their time
+        self._notes: list[tuple[str, Any]] = []
+        self._ready: list[tuple[Any, int]] = []  # buckets of this step: when, bytes
+        self._buckets: list[tuple[Any, list[tuple[Any, int]]]] = []  # of each step, with the end of its gradients
+
+    def note(self, part: str) -> None:
+        """The time since the last note belongs to `part`."""
+        self._notes.append((part, self._now()))
+
+    def bucket_ready(self, size: int) -> None:
+        """DDP would begin to reduce a bucket now."""
+        self._ready.append((self._now(), size))
+
+    def gradients_complete(self) -> None:
+        self.note(step_report.BACKWARD)
+        self._buckets.append((self._notes[-1][1], self._ready))
+        self._ready = []
+
+    def ended(self) -> None:
+        """A step ended with the last note."""
+        self._notes.append((_END, self._notes[-1][1]))
+        if self.align is not None:
+            self.align()
+            self.note(_APART)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def buckets(self, skip: int) -> list[tuple[float, int]]:
+        """Of each bucket, the seconds from when it is ready until the gradients are complete (the median over all but
+        the first `skip` steps), and its bytes."""
+        steps = [[(_seconds(when, end), size) for when, size in ready] for end, ready in self._buckets[skip:]]
+        return [(median(lead for lead, _ in same), same[0][1]) for same in zip(*steps, strict=False)]
+
+    def steps(self) -> list[dict[str, float]]:
+        """The seconds of each complete step, by part."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        found: list[dict[str, float]] = []
+        step: dict[str, float] = {}
+        for (_, before), (part, now) in pairwise(self._notes):
+            if part == _END:
+                found.append(step)
+                step = {}
+            elif part != _APART:
+                step[part] = step.get(part, 0.0) + _seconds(before, now)
+        return found
+
+
+def _seconds(before: Any, now: Any) -> float:
+    return float(now - before if isinstance(now, float) else before.elapsed_time(now) / 1e3)
+
+
+class TimedTrainer(Trainer):
+    """A Trainer that notes where the time of its steps goes."""
+
+    times: StepTimes
+    align: Callable[[], object] | None = None
+
+    def _job(self, *arguments: Any, **named: Any) -> loop.Job:
+        job = super()._job(*arguments, **named)
+        self.times = StepTimes(self.world.device)
+        self.times.align = self.align
+        watch(job, self.times)
+        return job
+
+
+def watch(job: loop.Job, times: StepTimes) -> None:
+    """Wrap the parts of a job."""
+    engine, stepper, micros = job.engine, job.engine.stepper, job.micros
+    job.micros = lambda: _read(micros(), times)
+    _wrap(job.agenda, "run_due", times, step_report.LOGGING)
+    if engine.local_steps is not None:
+        _wrap(engine.local_steps, "after_step", times, step_report.ROUND, before=step_report.OPTIMIZER)
+    if engine.graphed is not None:  # no notes inside, which would be captured
+        _wrap(engine.graphed, "take", times, step_report.GRAPH)
+        return
+    if isinstance(stepper, PipelineStepper):
+        _wrap(stepper, "add", times, step_report.BOTH)
+    else:
+        _wrap(stepper, "_forward", times, step_report.FORWARD)
+        if isinstance(engine.wrapped.forward, Replicas):
+            stepper.backward = _reducing_backward(stepper.backward, times)  # type: ignore[method-assign]
+        else:
+            _wrap(stepper, "backward", times, step_report.BACKWARD)
+    if isinstance(stepper, SliceStepper):
+        _wrap(stepper, "_add_up", times, step_report.COMMUNICATION)
+    _wrap(stepper, "factor", times, step_report.COMMUNICATION)  # waits for the weights of all ranks
+    _wrap(engine.updater, "apply", times, step_report.OPTIMIZER)
+
+
+def _read(micros: Iterator[MicroBatch], times: StepTimes) -> Iterator[MicroBatch]:
+    times.note(step_report.OTHER)
+    while True:
+        micro = next(micros, None)
+        times.note(step_report.DATA)
+        if micro is None:
+            return
+        yield micro
+        times.note(step_report.OTHER)
+        if micro.last:
+            times.ended()
+
+
+def _wrap(owner: Any, name: str, times: StepTimes, part: str, before: str = step_report.OTHER) -> None:
+    """The call belongs to `part`; the time since the last note, to `before`."""
+    call = getattr(owner, name)
+
+    def timed(*arguments: Any) -> Any:
+        times.note(before)
+        result = call(*arguments)
+        times.note(part)
+        return result
+
+    setattr(owner, name, timed)
+
+
+def _reducing_backward(backward: Callable[..., Tensor], times: StepTimes) -> Callable[..., Tensor]:
+    """The backward of DDP, with a note when the gradients of this rank are complete."""
+
+    def complete(gradient: Tensor) -> None:
+        # Called at the beginning of the backward. Callbacks run in the order in which they are queued, after the last
+        # gradient; the one of DDP, which waits for its buckets, is queued when the last bucket is full.
+        torch.autograd.Variable._execution_engine.queue_callback(times.gradients_complete)
+
+    def timed(micro: MicroBatch, value: Tensor, *others: Any) -> Tensor:
+        times.note(step_report.OTHER)
+        if not micro.last:
+            loss = backward(micro, value, *others)
+            times.note(step_report.BACKWARD)
+            return loss
+        value.register_hook(complete)
+        loss = backward(micro, value, *others)
+        times.note(step_report.COMMUNICATION)
+        return loss
+
+    return timed
