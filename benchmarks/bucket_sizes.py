@@ -24,7 +24,7 @@ from slow_link import limit_rate, on_both, two_machines
 from torch.utils.data import default_collate
 
 import paceline
-from paceline.train.factory import build_data
+from paceline.train.recipe_objects import build_data
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 MLP = {"name": "mlp", "inputs": 2048, "width": 2048, "hidden": 4, "classes": 10}

@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 import paceline.train.trainer  # once, before ranks are forked
-from paceline.train.factory import build_model
+from paceline.train.recipe_objects import build_model
 
 RESULTS = Path(__file__).with_suffix(".json")
 WARM_UP = 3  # steps after a start or a change of the link that are not counted

@@ -15,7 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.utils.data import Dataset, default_collate
 
 import paceline
-from paceline.train.factory import build_data, build_meta_model
+from paceline.train.recipe_objects import build_data, build_meta_model
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 EVERY = 50

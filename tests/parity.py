@@ -75,9 +75,9 @@ def _mean_of_means() -> None:
     from dataclasses import replace
 
     from paceline.models.divisor import Divisor
-    from paceline.train.step import Stepper
+    from paceline.train.train_step import TrainStep
 
-    exact, ranks = Stepper.backward, paceline.dist.world()
+    exact, ranks = TrainStep.backward, paceline.dist.world()
 
     def broken(self: Any, micro: Any, value: Any, weight: Any) -> Any:
         if weight is not None:
@@ -85,7 +85,7 @@ def _mean_of_means() -> None:
         micro = replace(micro, step_samples=max(1, micro.samples) * ranks, exact=True)
         return exact(self, micro, value, weight)
 
-    Stepper.backward = broken  # type: ignore[method-assign]  # in a rank's own process
+    TrainStep.backward = broken  # type: ignore[method-assign]  # in a rank's own process
 
 
 def _no_set_epoch() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from paceline.data.adopt import LoaderSpec, adopt, look_at
+from paceline.data.adopt import LoaderSpec, adopt, recognize
 from paceline.data.loader import DataShard, MicroBatch
 
 
@@ -47,7 +47,7 @@ def spec_for(batch: int = 10, rank: int = 0, ranks: int = 1, groups: int = 1, **
 
 
 def micros(data: Any, spec: LoaderSpec, first: int = 0, epochs: int = 1) -> list[MicroBatch]:
-    return list(adopt(look_at(data, 0), spec, lambda text: None).micros(first, epochs))
+    return list(adopt(recognize(data, 0), spec, lambda text: None).micros(first, epochs))
 
 
 def samples_by_step(data: Any, ranks: int, batch: int = 10, epochs: int = 1, **changes: Any) -> list[list[float]]:

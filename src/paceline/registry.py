@@ -7,7 +7,7 @@
 
 Models and datasets have no facts, only implementations. The parameters of an implementation are the options that a
 recipe may set for it. A name with a colon is a function or class of the user's code, imported on first use
-(`own_code.py`).
+(`user_code.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-from paceline import own_code
+from paceline import user_code
 from paceline.errors import did_you_mean
 
 Facts = TypeVar("Facts")
@@ -93,12 +93,12 @@ class Registry(Generic[Facts, Built]):
 
     def import_own(self, name: str, folder: str | None) -> None:
         """Register a function or class of the user's code under its name in a recipe, which is in `folder`."""
-        self._builders[name] = own_code.load(name, folder)
+        self._builders[name] = user_code.load(name, folder)
 
     def find(self, name: str, options: Iterable[str] | None = None) -> Callable[..., Built]:
         """The implementation of that name; raises unless it can be called with these options."""
         self._load()
-        if own_code.is_own(name) and name not in self._builders:
+        if user_code.is_own(name) and name not in self._builders:
             self.import_own(name, None)
         if name not in self._builders:
             what = f"Unknown {self.kind} {name!r}: {did_you_mean(name, self._builders)}"

@@ -23,7 +23,7 @@ SLEEPS = {
     "ranks/test_rank_watch.py": 1, "ranks/test_watch_command.py": 1, "system/slurm_cluster.py": 1,
     "system/ssh_server.py": 1, "system/test_page_in_browser.py": 2, "system/test_ray.py": 1,
     "system/test_ssh_launch.py": 1, "system/waiting.py": 1, "unit/monitor/test_stragglers.py": 1,
-    "unit/train/test_rates.py": 1,
+    "unit/train/test_throughput.py": 1,
 }  # fmt: skip
 # Measured times in assertions. Only downward.
 DURATIONS = {

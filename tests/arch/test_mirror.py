@@ -33,7 +33,7 @@ ELSEWHERE = {
     "tools/doctor/machine": ["ranks/test_doctor_command"],
     "train/cuda_graphs": ["unit/train/test_graph_step", "gpu/test_graph_on_gpu"],
     "train/checks/gradient_hooks": ["ranks/test_gradient_hooks"],
-    "train/checks/module_order": ["ranks/test_module_order"],
+    "train/checks/collective_order": ["ranks/test_module_order"],
     "data/same_reading": ["ranks/test_data_on_ranks"],
     "train/checks/preflight": ["ranks/test_preflight"],
     "train/checks/same_model": ["ranks/test_replicas", "ranks/test_preflight"],
@@ -61,11 +61,11 @@ ELSEWHERE = {
     "train/sync_setup": ["ranks/test_compressed_training", "ranks/test_local_state"],
     "train/custom_loop_methods": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
-    "train/factory": ["unit/train/test_trainer", "ranks/test_registered_components", "ranks/test_own_recipes"],
+    "train/recipe_objects": ["unit/train/test_trainer", "ranks/test_registered_components", "ranks/test_own_recipes"],
     "train/standstill": ["faults/test_hang_watch", "faults/test_standstill"],
     "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/metric_functions": ["ranks/test_evaluation"],
-    "train/optimizer_step": [
+    "train/optimizer_update": [
         "unit/train/checks/test_nonfinite",
         "unit/precision/test_policies",
         "unit/optim/test_clip",

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from paceline.checkpoint import directory, manifest
+from paceline.checkpoint import local_store, manifest
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.manifest import BLOCK, CODES, DTYPES, FORMAT, Entry, Manifest
 from paceline.checkpoint.planner import WriteItem, narrow
@@ -50,7 +50,7 @@ def test_a_tensor_of_many_blocks_sharded_over_two_ranks_is_reassembled(reader: d
     whole = torch.arange(3000 * 3000, dtype=torch.float64).reshape(3000, 3000)
     assert BLOCK < whole.nbytes // 4 < 2 * BLOCK
     folder = tmp_path / "step-000012"
-    partial = directory.create_partial(Filesystem(), folder, 0)
+    partial = local_store.create_partial(Filesystem(), folder, 0)
     quarters = list(product((0, 1500), (0, 1500)))
     files, chunks = {}, []
     for rank, own in enumerate((quarters[:2], quarters[2:])):
@@ -66,7 +66,7 @@ def test_a_tensor_of_many_blocks_sharded_over_two_ranks_is_reassembled(reader: d
         format=FORMAT, step=12, epoch=0, optimizer=False, created="", parent=None, versions={}, layout={}, recipe={},
         data={}, state={}, metadata={}, block=BLOCK, files=files, tensors={"model/w": entry}, aliases={},
     )  # fmt: skip
-    directory.commit(Filesystem(), partial, folder, made)
+    local_store.commit(Filesystem(), partial, folder, made)
     verify(folder)
     assert numpy.array_equal(reader["read"](folder)[1]["model/w"], whole.numpy())
 

@@ -10,7 +10,7 @@ import torch
 from paceline.monitor import gpu_stats, stragglers
 from paceline.plan import slow_input
 from paceline.train import graph_step, lr, standstill
-from paceline.train.checks import loss_halves
+from paceline.train.checks import split_invariance
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "troubleshooting.md"
 
@@ -19,14 +19,14 @@ def test_the_table_of_warnings_has_their_thresholds() -> None:
     section = PAGE.read_text().partition("## When training warns")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .+ \|$", section, re.M)[1:]
     silent = [row.split(" | ")[1].replace(" %", "%") for row in rows]
-    rounding, slow = loss_halves._TOLERANCES, stragglers
+    rounding, slow = split_invariance._TOLERANCES, stragglers
     ranks = (
         f"{slow._SLOW:g} × the time of the others, {slow._NOTICEABLE:.0%} of a step, and {slow.LOST:g} s of all ranks "
         f"in total; at the end of training {slow.LOST:g} s and {slow.SHARE:.0%} of its time"
     )
     slices = (
         f"a relative difference of {rounding[torch.float32]:g} in fp32, {rounding[torch.float64]:g} in fp64 and "
-        f"{loss_halves._HALF:.0%} in half precision"
+        f"{split_invariance._HALF:.0%} in half precision"
     )
     assert silent == [
         ranks,

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from faults import saves
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 
 Content = dict[str, Tensor]
 FAILURES = (Exception, CheckpointException)  # torch's is no Exception
@@ -37,7 +37,7 @@ class Paceline:
         saves.save(folder, 1, content, overwrite=True)
 
     def load(self, folder: Path, like: Content) -> Content:
-        return saves.read_full(next(directory.verified(folder)), "")
+        return saves.read_full(next(local_store.verified(folder)), "")
 
 
 @dataclass(frozen=True)

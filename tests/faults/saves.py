@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from disks import Operation, RecordingDisk
 from faults import crash_states
 from faults.crash_states import AnyOf, Choice, Everything, NothingUnsynced, State, States
-from paceline.checkpoint import directory, reader
+from paceline.checkpoint import local_store, reader
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.writer import Description, Writer
@@ -42,7 +42,7 @@ def save(folder: Path, step: int, content: dict[str, Tensor], disk: Filesystem |
     writer = Writer(disk=disk)
     try:
         description = Description(step, 0, True)
-        saving = writer.begin(folder / directory.step_name(step), as_held(content), description, **options)
+        saving = writer.begin(folder / local_store.step_name(step), as_held(content), description, **options)
         return saving.result().folder
     finally:
         writer.close()
@@ -99,9 +99,9 @@ def _tidy(disk: RecordingDisk, folder: Path, keep: int | None, committed: list[i
 
     def after(path: Path) -> None:
         committed.append(len(disk.operations))
-        directory.write_pointer(disk, folder, "latest", [path.name])
+        local_store.write_pointer(disk, folder, "latest", [path.name])
         if keep is not None:
-            directory.prune(disk, folder, keep, None)
+            local_store.prune(disk, folder, keep, None)
 
     return after
 
@@ -142,7 +142,7 @@ def record_two_ranks(root: Path) -> Recorded:
         held = {name: LocalShard(tensor.to_local(), tensor) for name, tensor in cut.items()}
         held["model/count"] = LocalShard(values(102)["model/count"])
         writer = Writer(torch_dist.group.WORLD, disk)
-        target = folder / directory.step_name(2)
+        target = folder / local_store.step_name(2)
         after = _tidy(disk, folder, 1, committed)
         writer.begin(target, held, Description(2, 0, True), after=after).result()
         writer.close()
@@ -208,13 +208,13 @@ def problem_after(recorded: Recorded, prefix: int, state: State, root: Path) -> 
     allowed = ["new"] if prefix >= recorded.committed else ["new", "nothing" if recorded.old is None else "old"]
     if found not in allowed:
         return f"found {found}, allowed {' or '.join(allowed)}"
-    directory.remove_leftovers(Filesystem(), folder)
+    local_store.remove_leftovers(Filesystem(), folder)
     if _found(recorded, folder) != found:
         return f"found {found}, and after clearing up {_found(recorded, folder)}"
     left = [path.name for path in folder.glob(".*")] if folder.is_dir() else []
     if left:
         return f"left behind: {left}"
-    damaged = [each.folder.name for each in directory.candidates(folder) if not is_good(each.folder)]
+    damaged = [each.folder.name for each in local_store.candidates(folder) if not is_good(each.folder)]
     return f"damaged, with the name of a good one: {damaged}" if damaged else None
 
 
@@ -227,7 +227,7 @@ def is_good(folder: Path) -> bool:
 
 
 def _found(recorded: Recorded, folder: Path) -> str:
-    checkpoint = next(directory.verified(folder), None)
+    checkpoint = next(local_store.verified(folder), None)
     if checkpoint is None:
         return "nothing"
     read = bits(read_full(checkpoint, ""))

@@ -17,13 +17,13 @@ from torch.utils.data import Dataset
 import nodes
 import paceline
 from paceline import dist
-from paceline.diagnose.patience import Standstill
+from paceline.diagnose.progress_limits import NoProgress
 from paceline.runtime import environment
 from paceline.runtime.whereabouts import Post
 from paceline.train.standstill import describe
 
 FILE = Path(__file__).name
-FOUND = Standstill(2.5, 2.0, "at least 2 s", "training")
+FOUND = NoProgress(2.5, 2.0, "at least 2 s", "training")
 STANDS, MOVES = Post("", 1, 8, waits=False, ended=False, stands=True), Post("", 1, 9, waits=False, ended=False)
 READS = [("read_image", "/home/me/data.py", 88), ("micros", "/x/site-packages/paceline/data/loader.py", 10)]
 WAITS = [("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py", 20), ("<module>", "/home/me/a.py", 7)]

@@ -10,7 +10,7 @@ import torch.distributed as torch_dist
 from disks import FailingDisk
 from faults import saves, write_faults
 from faults.write_faults import NEW, OLD, TWO_ERRORS, WAYS, NotMounted, Optimist, Way
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
@@ -102,7 +102,7 @@ def test_partial_folders_do_not_accumulate(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             saves.save(tmp_path, 2, NEW, Stubborn("write", call, 28))
     assert len(list(tmp_path.glob(".*"))) == 3
-    directory.remove_leftovers(Filesystem(), tmp_path)
+    local_store.remove_leftovers(Filesystem(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 

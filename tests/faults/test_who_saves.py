@@ -15,7 +15,7 @@ import nodes
 import tiny
 from faults import worlds
 from paceline import Trainer
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.errors import PacelineError
 from paceline.parallel.shards import local_shard
 from paceline.runtime import whereabouts
@@ -101,7 +101,7 @@ def test_with_sharded_weights_a_missing_rank_is_named(tmp_path: Path, layout: st
     heard = worlds.values(2, body)
     assert heard[1 - caller] == ""
     assert f"[world.different-calls] Rank {caller} called trainer.save_checkpoint()" in heard[caller]
-    assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["all"]
+    assert [checkpoint.folder.name for checkpoint in local_store.verified(tmp_path)] == ["all"]
 
 
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_of_different_paths_the_first_ranks_counts(tmp_path: Path, strategy: str
         trained(strategy=strategy).save_checkpoint(tmp_path / f"of-{this_rank()}")
 
     worlds.values(2, body)
-    assert [checkpoint.folder.name for checkpoint in directory.verified(tmp_path)] == ["of-0"]
+    assert [checkpoint.folder.name for checkpoint in local_store.verified(tmp_path)] == ["of-0"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -196,4 +196,8 @@ def test_save_checkpoint_works_beside_scheduled_saves(tmp_path: Path, strategy: 
         trainer.train(tiny.blobs(), max_steps=6)
 
     worlds.values(2, body)
-    assert len(list(directory.verified(tmp_path))) == len(list(directory.verified(tmp_path / "r" / "checkpoints"))) == 6
+    assert (
+        len(list(local_store.verified(tmp_path)))
+        == len(list(local_store.verified(tmp_path / "r" / "checkpoints")))
+        == 6
+    )

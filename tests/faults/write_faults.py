@@ -13,7 +13,7 @@ from typing import Any
 
 from disks import ERRORS, OPERATIONS, FailingDisk
 from faults import saves
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
 
@@ -74,8 +74,8 @@ def attempt(folder: Path, way: Way, disk: Filesystem) -> CheckpointError | None:
     saves.save(folder, 1, OLD)
 
     def after(path: Path) -> None:
-        directory.write_pointer(disk, folder, "latest", [path.name])
-        directory.prune(disk, folder, 1, None)
+        local_store.write_pointer(disk, folder, "latest", [path.name])
+        local_store.prune(disk, folder, 1, None)
 
     try:
         saves.save(folder, way.step, NEW, disk, after=after, **way.options)
@@ -100,10 +100,10 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
     """The newest good one is as expected, none is damaged; and on a disk that works again the next save works."""
     if (found := newest(folder)) not in expected:
         return f"found {found}, expected {' or '.join(expected)}"
-    bad = [each.folder.name for each in directory.candidates(folder) if not saves.is_good(each.folder)]
+    bad = [each.folder.name for each in local_store.candidates(folder) if not saves.is_good(each.folder)]
     if bad:
         return f"damaged: {bad}"
-    directory.remove_leftovers(Filesystem(), folder)
+    local_store.remove_leftovers(Filesystem(), folder)
     if newest(folder) != found:
         return f"found {newest(folder)} after clearing up"
     saves.save(folder, 9, NEXT)
@@ -112,7 +112,7 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
 
 
 def newest(folder: Path) -> str:
-    checkpoint = next(directory.verified(folder), None)
+    checkpoint = next(local_store.verified(folder), None)
     if checkpoint is None:
         return "nothing"
     read = saves.bits(saves.read_full(checkpoint, ""))

@@ -124,7 +124,7 @@ def test_a_webdataset_that_is_split_by_node_is_sharded() -> None:
     def each() -> None:
         in_loader = DataLoader(pipeline(), batch_size=5, num_workers=2)
         four = webdataset.batched(4, collation_fn=torch.stack)
-        batched = DataLoader(pipeline().compose(four), batch_size=None, num_workers=2)
+        batched = DataLoader(pipeline().parallelize(four), batch_size=None, num_workers=2)
         for data, settings in ((pipeline(), {"batch": 10}), (in_loader, {}), (batched, {})):
             seen = seen_in_training(data, **settings)
             assert {number for own in seen for number in own} == set(range(50))

@@ -1,4 +1,4 @@
-"""Replicas that train apart (`sync.every`): what they show and save is their mean, and they resume as they were."""
+"""DynamicDDP that train apart (`sync.every`): what they show and save is their mean, and they resume as they were."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_run_saved_in_the_middle_of_a_round_resumes_with_the_same_bits(
     assert worlds.values(ranks, body) == [[[], True]] * ranks
 
 
-def look_at(trainer: Trainer) -> dict[str, Any]:
+def recognize(trainer: Trainer) -> dict[str, Any]:
     own = state_of(trainer)
     shown = {"weights": trainer.state_dict(), "loss": trainer.evaluate(OTHERS), "outputs": trainer.predict(OTHERS)}
     with trainer.ema_weights():
@@ -140,7 +140,7 @@ def loss_of(model: nn.Module, **weights: Tensor) -> tuple[Tensor, float]:
 def test_evaluations_and_state_dicts_are_of_the_mean_and_leave_the_run_as_it_was() -> None:
     def body() -> list[Any]:
         untouched = train({STEPS: state_of})[STEPS]
-        looked = train({SAVED: look_at, STEPS: state_of}, val=OTHERS, eval_every=1)
+        looked = train({SAVED: recognize, STEPS: state_of}, val=OTHERS, eval_every=1)
         seen, model = looked[SAVED], with_norm()
         mean = weights_in(seen["mean"])
         torch.testing.assert_close(seen["weights"], mean)

@@ -1,4 +1,4 @@
-"""Replicas that train by themselves between rounds (`sync: {every: …}`), against loops written by hand."""
+"""DynamicDDP that train by themselves between rounds (`sync: {every: …}`), against loops written by hand."""
 
 from __future__ import annotations
 

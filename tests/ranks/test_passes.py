@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import paceline
 import tiny
 import warm
-from paceline.parallel import compose
+from paceline.parallel import parallelize
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.precision import policies
 from paceline.tools.cli.main import app
@@ -52,7 +52,7 @@ CASES: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
     ("pipeline × tensor", 4, "gpt", {"layout": {"pipeline": 2, "tensor": 2}},
      ["broadcast", "pipeline", "tensor", "materialize", "tied_parameters"]),
 ]  # fmt: skip
-# The functions that do the work of a pass, by the names under which `compose` calls them.
+# The functions that do the work of a pass, by the names under which `parallelize` calls them.
 WORK = {
     "split": "split",
     "broadcast_weights": "broadcast",
@@ -84,13 +84,13 @@ def recorded(executed: list[str]) -> Iterator[None]:
     def patch(owner: Any, attribute: str, name_of: Callable[..., str | None]) -> Any:
         return mock.patch.object(owner, attribute, noting(getattr(owner, attribute), name_of))
 
-    patches = [patch(compose, attribute, lambda *_, name=name: name) for attribute, name in WORK.items()]
+    patches = [patch(parallelize, attribute, lambda *_, name=name: name) for attribute, name in WORK.items()]
     patches += [
         patch(policies, "prepare_model", lambda *_: "precision"),
         patch(PipelineRunner, "broadcast_tied", lambda *_: "tied_parameters"),
         # The full model's weights are allocated when it is placed; shards of them, when all passes are done.
-        patch(compose, "materialize", lambda root, model, *_: None if root is model else "materialize"),
-        patch(compose, "spans_devices", lambda *_: None),
+        patch(parallelize, "materialize", lambda root, model, *_: None if root is model else "materialize"),
+        patch(parallelize, "spans_devices", lambda *_: None),
     ]
     to = nn.Module.to
 

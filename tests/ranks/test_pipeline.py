@@ -64,7 +64,7 @@ def results(case: Case) -> dict[str, Any]:
 
 
 def build_val(trainer: paceline.Trainer) -> Any:
-    from paceline.train.factory import build_data
+    from paceline.train.recipe_objects import build_data
 
     return build_data(trainer.config)[1]
 
@@ -224,18 +224,18 @@ def test_what_no_pipeline_can_run_is_refused() -> None:
 
 def broken(fault: str) -> dict[str, Any]:
     from paceline.parallel.pipeline.schedule_runner import PipelineRunner
-    from paceline.train.pipeline_step import PipelineStepper
+    from paceline.train.pipeline_step import PipelineStep
 
     if fault == "copies of the tied weight keep their own gradients":
         PipelineRunner.reduce_tied = lambda self, tensors: None  # type: ignore[method-assign]
     else:
-        exact = PipelineStepper._loss
+        exact = PipelineStep._loss
 
         def padded(self: Any, micro: Any, rows: int, counts: bool, outputs: Any, number: int) -> Any:
             start = min(number * len(outputs), rows - 1)
             return exact(self, micro, rows, counts, outputs, start // len(outputs))
 
-        PipelineStepper._loss = padded  # type: ignore[method-assign]
+        PipelineStep._loss = padded  # type: ignore[method-assign]
     return results(("gpt", {"strategy": "pp", "pipeline": {"microbatches": 6}}))
 
 

@@ -1,4 +1,4 @@
-"""Replicas whose weights have become different are named at the next log point."""
+"""DynamicDDP whose weights have become different are named at the next log point."""
 
 from __future__ import annotations
 

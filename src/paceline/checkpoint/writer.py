@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from paceline.checkpoint import directory, transfer
+from paceline.checkpoint import local_store, transfer
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.host_copy import HostCopy, lower_priority
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
@@ -201,7 +201,7 @@ class _SaveJob:
         self.target = Path(opened["target"])
         reports = self._gather(self._written(partial, item_bytes))
         if self.rank == 0 and any("error" in report for report in reports):
-            directory.try_to_remove(self.disk, partial)
+            local_store.try_to_remove(self.disk, partial)
         raise_first_error(reports)
         self._on_first_rank(lambda: self._commit(partial, reports))
         seconds = {**reports[self.rank]["seconds"], "all": perf_counter() - began}
@@ -226,8 +226,8 @@ class _SaveJob:
 
     def _create_partial(self, size: int) -> dict[str, Any]:
         if self.unique_name:
-            self.target = directory.unused_name(self.target)
-        partial = directory.create_partial(self.disk, self.target, size, overwrite=self.overwrite)
+            self.target = local_store.unused_name(self.target)
+        partial = local_store.create_partial(self.disk, self.target, size, overwrite=self.overwrite)
         return {"partial": str(partial), "target": str(self.target)}
 
     def _written(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
@@ -252,10 +252,10 @@ class _SaveJob:
         return {}
 
     def _commit(self, partial: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        manifest = _manifest(self.description, reports, directory.creation_time(self.target.parent))
+        manifest = _manifest(self.description, reports, local_store.creation_time(self.target.parent))
         if self.before is not None:
             self.before()
-        directory.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
+        local_store.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
         if self.after is not None:
             try:
                 self.after(self.target)

@@ -13,8 +13,8 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from paceline.errors import TrainError
-from paceline.own_code import is_own
 from paceline.registry import Registry
+from paceline.user_code import is_own
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from paceline.config.sections import (
     path_as_text,
     short,
 )
-from paceline.own_code import is_own
+from paceline.user_code import is_own
 
 
 class _SchemaGenerator(GenerateJsonSchema):

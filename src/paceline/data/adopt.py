@@ -21,9 +21,9 @@ from torch.utils.data import (
 from paceline.data.epoch_reader import generators_in, length_of
 from paceline.data.iterable import (
     BatchStream,
-    OwnBatches,
     ReadyBatches,
     SampleStream,
+    UserBatches,
     beginnings,
     declared_batch,
     loader_in,
@@ -59,17 +59,17 @@ class LoaderSpec:
 
 
 def sets_in(data: Any, seed: int) -> dict[str, Any]:
-    """Validation sets by the prefix of what they record, as `look_at` returns them. A single one has none."""
+    """Validation sets by the prefix of what they record, as `recognize` returns them. A single one has none."""
     if _has_names(data):
-        return {f"{name}/": look_at(each, seed) for name, each in data.items()}
-    return {} if data is None else {"": look_at(data, seed)}
+        return {f"{name}/": recognize(each, seed) for name, each in data.items()}
+    return {} if data is None else {"": recognize(data, seed)}
 
 
 def _has_names(data: Any) -> bool:
     return isinstance(data, Mapping) and bool(data) and all(isinstance(name, str) for name in data)
 
 
-def look_at(data: Any, seed: int) -> Any:
+def recognize(data: Any, seed: int) -> Any:
     """Return `data`; iterables of batches are wrapped so that the batch size is known before training."""
     if loader_in(data) not in (None, data):
         return ReadyBatches(data, seed)
@@ -258,7 +258,7 @@ def _adopt_loader(loader: DataLoader[Any], spec: LoaderSpec, say: Callable[[str]
             f"they are uneven; global batch: {ranks} ranks × {spec.batch / ranks:g} = {spec.batch}. It is not needed: "
             f"with DataLoader(…, batch_size={spec.batch}{shuffled}), the Trainer divides each batch among ranks"
         )
-        return OwnBatches(loader, sampler, spec.batch, spec.part, announce=spec.announce)
+        return UserBatches(loader, sampler, spec.batch, spec.part, announce=spec.announce)
     seeded = spec.training and bool(generators_in(sampler))  # by the user, whose generator determines the order
     if _is_distributed(loader) or (_is_plain(loader, sampler) and not seeded):
         shuffle = spec.training and isinstance(sampler, RandomSampler)

@@ -243,7 +243,7 @@ class BatchStream(Loader):
         return self._starts.first(self._reader.epoch(epoch))
 
 
-class OwnBatches(Loader):
+class UserBatches(Loader):
     """A DataLoader whose DistributedSampler selects the samples of this rank: its batches, unchanged."""
 
     def __init__(

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from paceline.data.batches import Kind, apply, layout_of, rows_of, samples_in, sketch
 from paceline.data.epoch_reader import EpochReader, lists_of
-from paceline.data.iterable import OwnBatches, read_in_workers, source_of_batches
+from paceline.data.iterable import UserBatches, read_in_workers, source_of_batches
 from paceline.data.loader import DataShard, Loader, MicroBatch, ReadOptions, StartTimes, epochs_from, no_samples
 from paceline.errors import DataError
 from paceline.plan.slicing import slice_bounds
@@ -220,7 +220,7 @@ def _require_different(shards: list[tuple[int, list[int]]]) -> None:
 
 
 def require_order(loader: object) -> None:
-    if isinstance(loader, (ShardedStream, OwnBatches)):
+    if isinstance(loader, (ShardedStream, UserBatches)):
         raise DataError(
             "no-order",
             "predict() returns outputs in the order of the data, but each rank reads its own shard of it.",

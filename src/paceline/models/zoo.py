@@ -20,9 +20,9 @@ from torch import nn
 
 from paceline.config.recipe import Config
 from paceline.errors import ModelError
-from paceline.own_code import is_own
 from paceline.registry import Builder, Registry
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
+from paceline.user_code import is_own
 
 
 def _load_embedded() -> None:

@@ -152,7 +152,7 @@ class _Gpu(NamedTuple):
         return bool(int(self.flags) & flag)
 
 
-class GpuWatch:
+class GpuMonitor:
     """Names GPUs that throttle, idle or have errors: each once."""
 
     def __init__(self, ranks: int, warn: Callable[[str], None]) -> None:

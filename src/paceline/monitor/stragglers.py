@@ -41,7 +41,7 @@ Kind = Literal["compute", "data"]
 _DOES: dict[Kind, str] = {"compute": "computing", "data": "reading data"}
 
 
-class OwnTime:
+class BusyTime:
     """What this rank does by itself in each of its last steps, in seconds."""
 
     def __init__(self, device: torch.device) -> None:

@@ -107,12 +107,12 @@ def meet(timeout: float | None = None) -> None:
 def _wait(board: Board, number: int, reached: str, own_call: str, timeout: float) -> dict[int, str]:
     """Where the other ranks are, if they will not come; empty if all have come."""
     began, polls, looks = time.monotonic(), 0, 0
-    look_at = began + min(_LOOK_EVERY, timeout / 20)
+    recognize = began + min(_LOOK_EVERY, timeout / 20)
     # A blocking wait would hold the lock of the store's client, which other threads use as well.
     while not board.store.check([reached]):
         now = time.monotonic()
-        if now > look_at:
-            look_at = now + min(_LOOK_EVERY, timeout / 20)
+        if now > recognize:
+            recognize = now + min(_LOOK_EVERY, timeout / 20)
             certain, elsewhere = _look(board, number, own_call)
             looks = looks + 1 if certain else 0
             if looks == _LOOKS or now > began + timeout:

@@ -1,6 +1,6 @@
 """The passes that apply a layout to a model, in order, and the incompatible settings.
 
-`parallel/compose.py` executes the passes. They are declared here, without torch, so that `paceline config show` can
+`parallel/parallelize.py` executes the passes. They are declared here, without torch, so that `paceline config show` can
 print them and incompatible settings are rejected before any rank starts. What users read about them is in passes.toml
 next to this file.
 """
@@ -82,7 +82,7 @@ def _compresses(config: Config) -> bool:
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
-# In the order in which `parallel/compose.py` executes them.
+# In the order in which `parallel/parallelize.py` executes them.
 _NEEDED: Mapping[str, Condition] = {
     "precision": lambda config, degrees: config.precision != "fp32",
     "placement": lambda config, degrees: not is_sharded(config, degrees) and config.strategy != "split",

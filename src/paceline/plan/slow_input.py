@@ -90,7 +90,7 @@ class ReadTime:
         return interval.waited / interval.steps
 
 
-class InputWatch:
+class InputMonitor:
     """Averages intervals. `cores` are those of this machine for each rank on it."""
 
     def __init__(self, source: InputSource, cores: int) -> None:

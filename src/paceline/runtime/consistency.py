@@ -44,7 +44,7 @@ def require_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
     if table := _differences([{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums]):
         raise WorldError(
             "different-weights",
-            f"Replicas hold different weights {table}",
+            f"DynamicDDP hold different weights {table}",
             why="replicas that start with different weights stay different: only their gradients are averaged",
             fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
         )

@@ -34,7 +34,7 @@ _RECORDERS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": " (NCCL)"}
 # While the flight recorder is locked, no fork: the process would inherit the lock and hang in its collectives.
 _dumping = threading.Lock()
 _may_fork = threading.local()
-_watch: RankWatch | None = None
+_watch: RankMonitor | None = None
 _PG_ID = re.compile(rb'"pg_id":(\d+)')
 _PENDING = 8  # operations per group that are described, the oldest ones
 
@@ -46,7 +46,7 @@ class Readers(NamedTuple):
     is_any_thread_in: Callable[[str], bool]  # a function of this name
 
 
-class RankWatch:
+class RankMonitor:
     """The thread of this process."""
 
     def __init__(self, page: Path, heartbeat: Path, readers: Readers) -> None:
@@ -275,12 +275,12 @@ def abandon() -> None:
         _watch.abandon()
 
 
-def start(page: Path, heartbeat: Path, readers: Readers) -> RankWatch:
+def start(page: Path, heartbeat: Path, readers: Readers) -> RankMonitor:
     """Start the thread of this process. A forked process has none, and starts its own if it is a rank."""
     global _watch
     if _watch is None:
         os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-    _watch = RankWatch(page, heartbeat, readers)
+    _watch = RankMonitor(page, heartbeat, readers)
     return _watch
 
 

@@ -29,12 +29,12 @@ from paceline.errors import TrainError
 from paceline.models import loss_module
 from paceline.models.divisor import Divisor
 from paceline.models.losses import Loss
+from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import discard_gradients
-from paceline.parallel.replicas import Replicas
 from paceline.runtime import collectives, process_group
 from paceline.runtime.whereabouts import progress
 from paceline.train import first_step, loop
-from paceline.train.checks.own_step import GradientWatch
+from paceline.train.checks.foreign_steps import GradientInspector
 from paceline.train.pipeline_step import PipelineLossModule
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.telemetry import Telemetry
@@ -114,7 +114,8 @@ class CustomLoop:
         self._own_losses = self.engine.world.size > 1  # until a first step, if no loss comes from `forward`
         self._own_weight: float | None = None  # of the first such loss, over all ranks
         engine = self.engine
-        self._gradients = GradientWatch(list(engine.module.parameters()), engine.updater.discard_gradients, engine.log)
+        parameters = list(engine.module.parameters())
+        self._gradients = GradientInspector(parameters, engine.updater.discard_gradients, engine.log)
         # Otherwise accumulated gradients may be elsewhere than in `.grad`.
         self._keeps_gradients = engine.sharded is None and not isinstance(engine.module, PipelineLossModule)
 
@@ -146,7 +147,7 @@ class CustomLoop:
     def _end_epoch(self, epoch: int) -> None:
         """Of known length, it has ended with its last step already."""
         with self.engine.draw:
-            self._job.agenda.end_epoch(self.engine.position.step, epoch)
+            self._job.actions.end_epoch(self.engine.position.step, epoch)
         self.engine.after_user_code()
 
     def training_step(self, batch: Any) -> StepResult:
@@ -222,7 +223,7 @@ class CustomLoop:
                     result if loss is mean else value if known is None or isinstance(known, Divisor) else value * known
                 )
                 counted = known
-        own = self._current is None and isinstance(self.engine.wrapped.forward, Replicas)
+        own = self._current is None and isinstance(self.engine.wrapped.forward, DynamicDDP)
         if own and self.engine.comm_hook is not None:
             raise loss_module.hook_error(self.engine.comm_hook.name)
         if self._added is not None and own is not self._own:
@@ -358,33 +359,33 @@ class CustomLoop:
         loader = self.loader
         if not self.engine.checked:
             first_step.check(self.engine, micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
-            self._due = self._job.agenda.next_due(self._reached)
+            self._due = self._job.actions.next_due(self._reached)
 
     def _start(self) -> None:
         """Called before the first step."""
         if not self._started:
             loader = self.loader
             self._started = True
-            self._begin(self._job.agenda.count_epochs(loader))
+            self._begin(self._job.actions.count_epochs(loader))
             self._reached = self.engine.position.step
             self.engine.telemetry.begins(self._reached)
-            self._due = self._job.agenda.next_due(self._reached)
+            self._due = self._job.actions.next_due(self._reached)
 
     def _finish(self, micro: MicroBatch) -> None:
         job, position = self._job, self.engine.position
         if micro.step != self._reached:  # train() or load_checkpoint() was called in between
-            self._due = job.agenda.next_due(micro.step)
+            self._due = job.actions.next_due(micro.step)
         position.epoch = micro.epoch
         loop.take_step(job, micro)
         self._reached = position.step
         if position.step == self._due:
             with self.engine.draw:
-                job.agenda.run_due(position.step, micro.epoch)
+                job.actions.run_due(position.step, micro.epoch)
                 self._finish_save()
             self.engine.telemetry.stepped(position.step)
             job.recorder.write_out()
-            self._due = job.agenda.next_due(position.step)
-        if self.loader is not None and job.agenda.steps_per_epoch is None:
+            self._due = job.actions.next_due(position.step)
+        if self.loader is not None and job.actions.steps_per_epoch is None:
             place = self.loader.lengths.locate(position.step)
             if place is not None and place.skip == 0:  # the last step of an epoch whose length is its own
                 self._end_epoch(micro.epoch)

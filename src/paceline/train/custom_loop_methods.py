@@ -35,7 +35,7 @@ from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, close_custom_loop
 from paceline.train.engine import Engine
 from paceline.train.loaders import Loaders
-from paceline.train.loop import Agenda
+from paceline.train.loop import StepActions
 from paceline.train.lr import LearningRate
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll, Signals
@@ -65,7 +65,7 @@ def open_custom_loop(
     recorder = Recorder(History(), sinks, Silent(position.step), *parts)
     recorder.begin()
     timed = run.folder is not None and config.save_minutes is not None
-    agenda = Agenda(
+    actions = StepActions(
         recorder,
         callbacks,
         position,
@@ -93,7 +93,7 @@ def open_custom_loop(
         if unused:
             engine.log.warning(f"no effect in a custom loop: {', '.join(unused)}")
 
-    job = loop.Job(lambda: iter(()), engine, recorder, agenda, callbacks.hooks["on_step"])
+    job = loop.Job(lambda: iter(()), engine, recorder, actions, callbacks.hooks["on_step"])
     custom = CustomLoop(job, begin, saver.finish)
     weakref.finalize(custom, close_custom_loop, recorder, sinks, engine.telemetry)
     return custom
@@ -157,7 +157,7 @@ class CustomLoopMethods:
             >>> trainer.epoch
             2
         """
-        data = adopt.look_at(data, self._engine.config.seed)
+        data = adopt.recognize(data, self._engine.config.seed)
         loader, batch = self._loaders.training(data, announce=False)
         other = self._loaders.is_other_stream(data, loader)
         self._restorer.check_data(self._loaders.position(loader), self._loaders.facts(data, loader), other=other)

@@ -24,12 +24,12 @@ from paceline.models.spec import find_blocks
 from paceline.models.weights import PowerIterations, convert_state, input_change
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
-from paceline.parallel import compose
+from paceline.parallel import parallelize
 from paceline.parallel.data_parallel import CommHook
+from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import track_used
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
-from paceline.parallel.replicas import Replicas
 from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan
@@ -40,25 +40,25 @@ from paceline.precision import policies
 from paceline.precision.policies import Scaler
 from paceline.runtime import collectives, consistency, process_group
 from paceline.runtime.mesh import Mesh
-from paceline.train import factory, resolve_layout, standstill, sync_setup
+from paceline.train import recipe_objects, resolve_layout, standstill, sync_setup
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.checks import own_step, preflight, same_model, unsupported, wrapped_model
+from paceline.train.checks import foreign_steps, preflight, same_model, unsupported, wrapped_model
+from paceline.train.checks.collective_order import check_order
 from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
-from paceline.train.checks.module_order import watch_order
 from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.checks.unsupported import require_separable
-from paceline.train.checks.wrapped_model import take_over
+from paceline.train.checks.wrapped_model import unwrap_model
 from paceline.train.graph_step import GraphedStep
-from paceline.train.optimizer_step import ShardedParams, Updater
-from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper, build_loss_module, require_no_loss_fn
+from paceline.train.optimizer_update import HeldParams, OptimizerUpdate
+from paceline.train.pipeline_step import PipelineLossModule, PipelineStep, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
-from paceline.train.rates import ModelFlops, Rates
-from paceline.train.slice_step import SliceStepper, refuse_forward
-from paceline.train.step import Stepper
+from paceline.train.sliced_step import SlicedStep, refuse_forward
 from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
 from paceline.train.telemetry import Telemetry
+from paceline.train.throughput import ModelFlops, Throughput
+from paceline.train.train_step import TrainStep
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Engine:
         standstill.watch(self.world.size, self.telemetry.heartbeat)
         self.telemetry.joined(self.world)
         self.log.on_warning = self.telemetry.warned
-        self.model, config, hook = take_over(model, config, self.world.size, self.log)
+        self.model, config, hook = unwrap_model(model, config, self.world.size, self.log)
         self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
         unsupported.require_initialized(self.model)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
@@ -115,7 +115,7 @@ class Engine:
         unsupported.require_supported(self.model, config, self.layout.degrees)
         if self.comm_hook is not None:
             wrapped_model.require_ddp(self.comm_hook, config, self.layout.degrees, self.log)
-        factory.set_torch_flags(config, self.world.device)
+        recipe_objects.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(
             self.layout.degrees,
             self.world,
@@ -155,7 +155,7 @@ class Engine:
             self._source_optimizer = task.optimizer or build_optimizer(
                 self.model, config.optimizer, config.optimizer.lr
             )
-        self._composition = compose.Composition(
+        self._composition = parallelize.PassContext(
             config,
             self.mesh,
             self.log,
@@ -166,8 +166,8 @@ class Engine:
             comm_hook=self.comm_hook,
             traffic=self.traffic,
         )
-        self._subject = compose.Subject(self.model, config.blocks)
-        self.wrapped = compose.compose(self._subject, self._composition)
+        self._subject = parallelize.ModelParts(self.model, config.blocks)
+        self.wrapped = parallelize.parallelize(self._subject, self._composition)
         if self._subject.runner is not None:
             self._subject.runner.note_blocks(self._block_names)
         assert isinstance(self._subject.step, LossModule)
@@ -175,7 +175,7 @@ class Engine:
         self.module.proportions.warn = self.log.warning
         if self.compression is not None:
             sync_setup.begin(self.compression, self.module, config, self.log)
-        watch_order(self.module, self.mesh, config)
+        check_order(self.module, self.mesh, config)
         partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
         # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.
         self.tied_copies: Mapping[str, str] = {} if partition is None else partition.copies_on(rank)
@@ -200,8 +200,8 @@ class Engine:
         return [*self.model.named_parameters(), *parameters_of_loss(self.task.stateful_loss)]
 
     def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
-        if untrained := factory.check_parameters(dict(self.named_parameters()), optimizer):
-            self.log.warning(factory.UNTRAINED.format(", ".join(untrained)))
+        if untrained := recipe_objects.check_parameters(dict(self.named_parameters()), optimizer):
+            self.log.warning(recipe_objects.UNTRAINED.format(", ".join(untrained)))
 
     def _build_optimizer(self) -> None:
         """Called after the layout is applied: the optimizer holds the parameters of this rank."""
@@ -215,7 +215,7 @@ class Engine:
         if source is None and self.task.stateful_loss is not None:
             self._report_untrained(self.optimizer)
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self.sharded: ShardedParams | None = None
+        self.sharded: HeldParams | None = None
         if self.mesh.degrees.pipeline > 1:
             require_separable(self.optimizer, self._registered_facts(), self.log)
         if is_sharded(config, self.layout.degrees):
@@ -225,7 +225,7 @@ class Engine:
             allowed, copies = config.unused_parameters == "allow" or self.world.size == 1, frozenset(self.tied_copies)
             may_differ = allowed and self.world.size > 1 and isinstance(self.module, FSDPModule)
             used = track_used(self.module) if may_differ else None
-            self.sharded = ShardedParams(self.model, held, self.mesh, copies, allow_unused=allowed, used=used)
+            self.sharded = HeldParams(self.model, held, self.mesh, copies, allow_unused=allowed, used=used)
         fill_momentum(self.optimizer)
         self.scaler = Scaler(
             self.world.device,
@@ -270,18 +270,18 @@ class Engine:
             "watch": self.watch if config.nonfinite == "raise" else None,
         }
         self.warn = refuse_forward if config.fixed_order else self.log.warning
-        kind: type[Stepper] = SliceStepper if config.fixed_order else Stepper
+        kind: type[TrainStep] = SlicedStep if config.fixed_order else TrainStep
         if isinstance(self.module, PipelineLossModule):
-            kind, parts = PipelineStepper, {**parts, "settings": config.pipeline, "log": self.log.info}
+            kind, parts = PipelineStep, {**parts, "settings": config.pipeline, "log": self.log.info}
         self.stepper = kind(self.module, self.wrapped, **parts)
         self.stepper.traffic = self.traffic
         user_code = [self.task.criterion, self.task.loss_fn]
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
         flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
-        self.rates = Rates(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
+        self.rates = Throughput(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
         if self.scaler.is_enabled():
             self.rates.loss_scale = self.scaler.current
-        if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, Replicas):
+        if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, DynamicDDP):
             self.stepper.backward = self.rates.own_time.around(self.stepper.backward)  # type: ignore[method-assign]
         self._power_iterations = PowerIterations(self.model)
         if self._power_iterations:
@@ -292,7 +292,7 @@ class Engine:
 
     def _build_updater(self) -> None:
         config = self.config
-        self.updater = Updater(
+        self.updater = OptimizerUpdate(
             self.optimizer,
             self.module,
             scaler=self.scaler,
@@ -304,13 +304,13 @@ class Engine:
             sharded=self.sharded,
         )
         self.updater.local_steps = self.local_steps
-        if isinstance(self.wrapped.forward, Replicas):
+        if isinstance(self.wrapped.forward, DynamicDDP):
             self.wrapped.forward.warm_up = self._warm_up
             if config.unused_parameters == "error" and not config.ddp.static_graph:
                 self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.wrapped.forward)
         if self.world.size > 1 or self.sharded is not None:
             self.defer_hooks()
-            own_step.refuse_other_steps(self.optimizer, self.updater)
+            foreign_steps.refuse_foreign_steps(self.optimizer, self.updater)
         if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.optimizer):
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
@@ -393,5 +393,5 @@ class Engine:
         require_allowed(config, self.layout)
         self._composition = replace(self._composition, config=config)
         with self.draw.uninstalled():
-            compose.change_recompute(self._subject, self._composition)
+            parallelize.change_recompute(self._subject, self._composition)
         self.config = config

@@ -26,19 +26,19 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
 from paceline.models.divisor import Divisor
-from paceline.parallel.replicas import Replicas
+from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.runtime import collectives
 from paceline.text import plural
-from paceline.train import factory, standstill
-from paceline.train.checks import forward_changes, loss_halves, preflight, snapshot
-from paceline.train.checks.gradient_hooks import BackwardWatch
+from paceline.train import recipe_objects, standstill
+from paceline.train.checks import forward_changes, preflight, snapshot, split_invariance
+from paceline.train.checks.gradient_hooks import BackwardInspector
 from paceline.train.checks.random_draws import LateDraws, describe_draws
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
-from paceline.train.pipeline_step import PipelineLossModule, PipelineStepper
+from paceline.train.pipeline_step import PipelineLossModule, PipelineStep
 from paceline.train.recorder import Recorder
-from paceline.train.step import Stepper
 from paceline.train.sync_setup import replicas_differ
+from paceline.train.train_step import TrainStep
 
 _FIRST, _SHARE = 8, 200  # steps after which a later check takes at most this part of the time
 SIZES = (1.0, 5.0, 25.0, 100.0)  # MB, as DDP counts them: 2²⁰ bytes
@@ -53,7 +53,7 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
     if engine.config.ddp.bucket_mb != "auto":
         return
     replicas = engine.wrapped.forward
-    if not isinstance(replicas, Replicas):
+    if not isinstance(replicas, DynamicDDP):
         engine.log.info("ddp: bucket_mb: auto has no effect, because this layout does not use DDP")
         return
     sizes = candidates(list(engine.module.parameters()))
@@ -86,7 +86,7 @@ def select(seconds: Mapping[float, float]) -> float:
     return min(fast, key=lambda size: abs(log(size / _DEFAULT)))
 
 
-def _measure(engine: Engine, replicas: Replicas, micro: MicroBatch, sizes: Sequence[float]) -> dict[float, float]:
+def _measure(engine: Engine, replicas: DynamicDDP, micro: MicroBatch, sizes: Sequence[float]) -> dict[float, float]:
     """Seconds of a forward and backward by size: the median of the slowest rank."""
     seconds: dict[float, list[float]] = {size: [] for size in sizes}
     began = perf_counter()
@@ -106,7 +106,7 @@ def _measure(engine: Engine, replicas: Replicas, micro: MicroBatch, sizes: Seque
     return {size: median(times) for size, times in zip(sizes, slowest.tolist(), strict=True)}
 
 
-def _seconds(engine: Engine, replicas: Replicas, micro: MicroBatch) -> float:
+def _seconds(engine: Engine, replicas: DynamicDDP, micro: MicroBatch) -> float:
     batch, device = snapshot.copied(micro.batch), engine.world.device
     collectives.barrier()
     began = _now(device)
@@ -122,7 +122,7 @@ def _now(device: torch.device) -> float:
     return perf_counter()
 
 
-def _use(engine: Engine, replicas: Replicas, size: float) -> None:
+def _use(engine: Engine, replicas: DynamicDDP, size: float) -> None:
     replicas.resize(size)
     ddp = engine.config.ddp.model_copy(update={"bucket_mb": size})
     engine.config = engine.config.model_copy(update={"ddp": ddp})
@@ -144,7 +144,7 @@ class BucketSizeState:
 
     def load_state_dict(self, state: float | None) -> None:
         engine, replicas = self._engine, self._engine.wrapped.forward
-        if state is not None and engine.config.ddp.bucket_mb == "auto" and isinstance(replicas, Replicas):
+        if state is not None and engine.config.ddp.bucket_mb == "auto" and isinstance(replicas, DynamicDDP):
             _use(engine, replicas, state)
             engine.log.info(f"ddp: bucket_mb: auto uses {state:g} MB, as measured before this checkpoint")
 
@@ -161,7 +161,7 @@ def checked_micros(
     if first is None:
         return micros
     check(engine, first, groups, loader.fingerprint)
-    recorder.tokens_per_sample = factory.tokens_per_sample(first.batch)
+    recorder.tokens_per_sample = recipe_objects.tokens_per_sample(first.batch)
     recorder.begin(loader.input, groups)
     return chain([first], micros)
 
@@ -179,9 +179,9 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         _compare_halves(engine, micro, groups)
         return
     stepper.weigh(several=groups > 1)
-    replicas, watch = engine.wrapped.forward, BackwardWatch(engine.model)
+    replicas, watch = engine.wrapped.forward, BackwardInspector(engine.model)
     with (
-        replicas.without_hook() if isinstance(replicas, Replicas) else nullcontext(),
+        replicas.without_hook() if isinstance(replicas, DynamicDDP) else nullcontext(),
         nullcontext() if config.compile else watch,  # a mode would be compiled into the graph
     ):
         weight, depends, (own, counted) = preflight.check(
@@ -195,14 +195,14 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
             user_code=[engine.task.criterion, engine.task.loss_fn],
             compiled=bool(config.compile),
             same_weights=not replicas_differ(engine.local_steps),
-            run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStepper) else None,
+            run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStep) else None,
         )
     engine.checked = True
     stepper.nominal = preflight.nominal(weight, groups)
     stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
     if _start_from_global_mean(engine, watch, weight * groups / micro.step_samples):
         depends = False  # the weight of a step is reduced before its backward
-    if depends and type(stepper) is Stepper and isinstance(replicas, Replicas) and replicas.carry_weight():
+    if depends and type(stepper) is TrainStep and isinstance(replicas, DynamicDDP) and replicas.carry_weight():
         code = [engine.task.criterion, engine.task.loss_fn]
         engine.draw.begin(micro)
         preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, code)
@@ -218,14 +218,14 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     engine.log.info(f"pre-flight passed on {plural(engine.world.size, 'rank')}")
 
 
-def _start_from_global_mean(engine: Engine, watch: BackwardWatch, weight_per_sample: float) -> bool:
+def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per_sample: float) -> bool:
     """Do so if anything sees gradients of activations. Collective."""
     found = collectives.all_gather_object([watch.hooks, watch.functions])
     hooks = [name for names, _ in found for name in names]
     if not hooks and not any(names for _, names in found):
         return False
     stepper = engine.stepper
-    if type(stepper) is Stepper and engine.local_steps is None and engine.comm_hook is None:
+    if type(stepper) is TrainStep and engine.local_steps is None and engine.comm_hook is None:
         stepper.start_from_global_mean(weight_per_sample)
         return True
     if hooks:
@@ -296,20 +296,20 @@ class LaterChecks:
         engine, other = self._engine, self._before
         step, began = engine.position.step, perf_counter()
         partner = None if other is micro else other
-        found = loss_halves.compare(_trial(engine, micro), partner=partner, **self._how)
+        found = split_invariance.compare(_trial(engine, micro), partner=partner, **self._how)
         said = collectives.all_gather_object(engine.module.proportions.said)
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
             self._warned = True
-            if loss_halves.is_failure(found):
+            if split_invariance.is_failure(found):
                 self.failed = self.failed or found
             else:
-                (engine.log.info if found == loss_halves.GATHERS else engine.log.warning)(found)
+                (engine.log.info if found == split_invariance.GATHERS else engine.log.warning)(found)
         now, steps = perf_counter(), step - self._began
         pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
         self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))
         if micro.samples:  # a placeholder has no sample to join
-            self._before = loss_halves.joined(micro, partner) if partner and micro.samples == 1 else micro
+            self._before = split_invariance.joined(micro, partner) if partner and micro.samples == 1 else micro
         self._checked, self._since = step, now
 
     def after(self, step: int, *, last: bool = False) -> None:
@@ -350,7 +350,7 @@ def watch_own_draws(engine: Engine) -> None:
         engine.draw.watch = LateDraws(engine.draw, lambda micro: None, engine.log.warning, engine.log)
 
 
-def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.LossTrial:
+def _trial(engine: Engine, micro: MicroBatch) -> split_invariance.LossTrial:
     """The arguments of checks that run the forward once more."""
     module, code = engine.module, [engine.task.criterion, engine.task.loss_fn]
 
@@ -362,7 +362,7 @@ def _trial(engine: Engine, micro: MicroBatch) -> loss_halves.LossTrial:
         with torch.enable_grad():
             return run_loss(module, batch)
 
-    return loss_halves.LossTrial(module, run, micro, engine.draw, code)
+    return split_invariance.LossTrial(module, run, micro, engine.draw, code)
 
 
 def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:
@@ -389,7 +389,7 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
 
     hook = engine.optimizer.register_step_pre_hook(check)
     if groups > 1:
-        watch, code = BackwardWatch(engine.model), [engine.task.criterion, engine.task.loss_fn]
+        watch, code = BackwardInspector(engine.model), [engine.task.criterion, engine.task.loss_fn]
         engine.stepper.weigh(several=True)
         engine.draw.samples = micro  # not begin(): what the first step draws is watched
         with nullcontext() if config.compile else watch:

@@ -31,8 +31,8 @@ from paceline.runtime.noise import Draw, NoiseContext
 from paceline.runtime.whereabouts import progress
 from paceline.train import cuda_graphs
 from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
-from paceline.train.optimizer_step import Updater
-from paceline.train.step import Stepper
+from paceline.train.optimizer_update import OptimizerUpdate
+from paceline.train.train_step import TrainStep
 
 WARM_UP = 3  # eager steps with batches of a shape before it is captured
 _GRAPHS = 4  # shapes that are captured; each takes the memory of its inputs, and seconds for a large model
@@ -65,7 +65,9 @@ class _Captured:
 class GraphedStep:
     """Collects the micro-batches of a step, and replays the graph for their shapes if there is one."""
 
-    def __init__(self, module: LossModule, stepper: Stepper, updater: Updater, draw: NoiseContext, log: Log) -> None:
+    def __init__(
+        self, module: LossModule, stepper: TrainStep, updater: OptimizerUpdate, draw: NoiseContext, log: Log
+    ) -> None:
         self._module, self._stepper, self._updater, self._draw, self._log = module, stepper, updater, draw, log
         self._device = next(module.parameters()).device
         _check(updater)
@@ -109,8 +111,8 @@ class GraphedStep:
         micros, self._micros = self._micros, []
         updater, step = self._updater, micros[-1].step
         updater.set_rates(step)
-        if updater.before_change is not None:
-            updater.before_change()
+        if updater.before_update is not None:
+            updater.before_update()
         inputs: list[Tensor] = []
         others: list[str] = []
         parts = [(each.samples, each.step_samples, each.exact, shape_of(each.batch, inputs, others)) for each in micros]
@@ -297,14 +299,14 @@ class GraphedStep:
     def _host_work_done(
         self, noise: dict[tuple[int, int], Draw] | None, rows: Tensor | None = None, *, capturing: bool = False
     ) -> Iterator[None]:
-        """`take` does what `Updater.apply` would do on the host; the average reads its weight from the device."""
+        """`take` does what `OptimizerUpdate.apply` does on the host. The average reads its weight from the device."""
         updater, average, proportions = self._updater, self._updater.average, self._module.proportions
         with ExitStack() as kept:
             kept.callback(setattr, self._draw, "captured", None)
             self._draw.captured = noise
             if rows is not None:
                 _set(kept, vars(self._draw.keys), given=rows)
-            _set(kept, vars(updater), learning_rate=None, scheduler=None, before_change=None)
+            _set(kept, vars(updater), learning_rate=None, scheduler=None, before_update=None)
             if average is not None and average.warmup and self._scalars is not None:
                 _set(kept, vars(average), device_weight=self._scalars[0])
             if capturing:
@@ -327,7 +329,7 @@ def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
     owner.update(values)
 
 
-def _check(updater: Updater) -> None:
+def _check(updater: OptimizerUpdate) -> None:
     """Raise TrainError if the optimizer or a callback runs on the host in every step."""
     if updater.on_gradients is not None:
         raise TrainError(

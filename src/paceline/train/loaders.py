@@ -8,7 +8,7 @@ import torch
 
 from paceline.data import adopt
 from paceline.data.epoch_reader import plain_attributes, preserve_generators
-from paceline.data.iterable import OwnBatches
+from paceline.data.iterable import UserBatches
 from paceline.data.loader import DataShard, LaterLoader, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
 from paceline.errors import DataError
@@ -18,7 +18,7 @@ from paceline.runtime import collectives
 from paceline.train.checks import run_setup
 from paceline.train.engine import Engine
 from paceline.train.oom import BatchSizeFinder
-from paceline.train.slice_step import SliceStepper
+from paceline.train.sliced_step import SlicedStep
 
 
 class Loaders:
@@ -52,7 +52,7 @@ class Loaders:
         loader = self._loader(data, batch.size, batch.groups, announce=announce)
         if batch.slices is not None:
             _require_same_everywhere(loader)
-            assert isinstance(self._engine.stepper, SliceStepper)
+            assert isinstance(self._engine.stepper, SlicedStep)
             self._engine.stepper.cut(batch.slices)
         return loader, batch
 
@@ -94,7 +94,7 @@ class Loaders:
     def evaluation(self, data: Any, *, ordered: bool = False) -> Loader:
         """Return a loader over `data`, once, in micro-batches no larger than in training. Collective."""
         meet()
-        data = adopt.look_at(data, self._engine.config.seed)
+        data = adopt.recognize(data, self._engine.config.seed)
         ranks, config = self._engine.mesh.data_ranks, self._engine.config
         batch = self._batch_of(data) or derive_batch(config, self._engine.layout).size
         groups = -(-batch // (int(self.plan.micro_batch.value) * ranks)) if self.plan else 1
@@ -159,7 +159,7 @@ class Loaders:
 
 
 def _require_same_everywhere(loader: Loader) -> None:
-    if isinstance(loader, (ShardedStream, OwnBatches)):
+    if isinstance(loader, (ShardedStream, UserBatches)):
         raise DataError(
             "everywhere-and-shards",
             "With deterministic: everywhere, the samples of a step must not depend on the number of ranks.",

@@ -1,14 +1,14 @@
 """The training loop.
 
 for each micro-batch:
-    forward and backward                              Stepper.add
-    after the last one of a step: update parameters   Updater.apply
+    forward and backward                              TrainStep.add
+    after the last one of a step: update parameters   OptimizerUpdate.apply
         keep the loss on its device                   Recorder.pending    (no synchronization)
-        log, evaluate, save or profile if due         Agenda.run_due
+        log, evaluate, save or profile if due         StepActions.run_due
 
 It is written for few Python calls: between two log points a step makes about a dozen more than a hand-written loop.
 
-The agenda is the work between optimizer steps: logging, end of epoch, evaluation, checkpoints, profiling, and the end
+The actions is the work between optimizer steps: logging, end of epoch, evaluation, checkpoints, profiling, and the end
 of training. The loop compares its step with one number, the next step at which anything is due, so other steps cost
 nothing.
 """
@@ -39,7 +39,7 @@ def _nothing(*args: Any) -> None:
 
 
 @dataclass
-class Agenda:
+class StepActions:
     """What to do at which step. `evaluate` and a log point may return the reason why training should end."""
 
     recorder: Recorder
@@ -212,12 +212,12 @@ class Job:
     micros: Callable[[], Iterator[MicroBatch]]
     engine: Engine
     recorder: Recorder
-    agenda: Agenda
+    actions: StepActions
     on_step: Sequence[Callable[[Step], Any]]
 
 
 def run(job: Job) -> None:
-    """Train until the data ends or the agenda stops."""
+    """Train until the data ends or the actions stops."""
     with job.engine.position.reading(), job.engine.graphed or nullcontext():
         _run(job)
 
@@ -225,17 +225,17 @@ def run(job: Job) -> None:
 def _run(job: Job) -> None:
     stepper = job.engine.graphed or job.engine.stepper
     position, telemetry = job.engine.position, job.engine.telemetry
-    recorder, agenda = job.recorder, job.agenda
+    recorder, actions = job.recorder, job.actions
     telemetry.begins(position.step)
     micros = job.micros()
-    due = agenda.next_due(position.step)
-    running = agenda.begin(position.step, position.epoch)
+    due = actions.next_due(position.step)
+    running = actions.begin(position.step, position.epoch)
     job.engine.after_user_code()
     since = perf_counter()
     for micro in micros if running else ():
         recorder.waited += perf_counter() - since
         if micro.epoch != position.epoch:
-            if not agenda.epoch_ended(position.step, position.epoch):
+            if not actions.epoch_ended(position.step, position.epoch):
                 break
             job.engine.after_user_code()
             position.epoch = micro.epoch
@@ -243,14 +243,14 @@ def _run(job: Job) -> None:
         if micro.last:
             take_step(job, micro)
             if position.step == due:
-                running = agenda.run_due(position.step, micro.epoch)
+                running = actions.run_due(position.step, micro.epoch)
                 job.engine.after_user_code()
                 telemetry.stepped(position.step, recorder.waited_in_all)
                 if not running:
                     break
-                due = agenda.next_due(position.step)
+                due = actions.next_due(position.step)
         since = perf_counter()
-    agenda.finish(position.step, position.epoch)
+    actions.finish(position.step, position.epoch)
     telemetry.finished(position.step, recorder.waited_in_all)
 
 

@@ -18,7 +18,7 @@ from paceline.optim.schedules import Plateau, from_plan
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan
 from paceline.train.checks.unsupported import interval_problem
-from paceline.train.optimizer_step import Updater
+from paceline.train.optimizer_update import OptimizerUpdate
 
 JUMP, SMALL = 2.0, 0.01  # a change by this factor is a jump, unless both rates are below this share of the highest
 
@@ -26,7 +26,7 @@ JUMP, SMALL = 2.0, 0.01  # a change by this factor is a jump, unless both rates 
 class LearningRate:
     """`plateau` and `scheduler` are None if not used."""
 
-    def __init__(self, config: Config, updater: Updater, scheduler: Any, *, owns_optimizer: bool) -> None:
+    def __init__(self, config: Config, updater: OptimizerUpdate, scheduler: Any, *, owns_optimizer: bool) -> None:
         self._config, self._updater, self._owns_optimizer = config, updater, owns_optimizer
         self.scheduler = scheduler
         settings = config.schedule

@@ -22,13 +22,13 @@ from paceline.errors import LayoutError
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import ModelCall, choose_outputs, read_loss
 from paceline.models.spec import PipelineSpec
-from paceline.parallel.compose import Subject
+from paceline.parallel.parallelize import ModelParts
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import full_logits
 from paceline.plan.partition import choose_microbatches
 from paceline.runtime import collectives
 from paceline.runtime.whereabouts import progress
-from paceline.train.step import Stepper
+from paceline.train.train_step import TrainStep
 
 
 class PipelineLossModule(LossModule):
@@ -90,7 +90,7 @@ class PipelineLossModule(LossModule):
 
 
 def build_loss_module(
-    subject: Subject, context: AbstractContextManager[Any] | None, stateful_loss: nn.Module | None = None
+    subject: ModelParts, context: AbstractContextManager[Any] | None, stateful_loss: nn.Module | None = None
 ) -> LossModule:
     """Build the module that the remaining passes are applied to."""
     if subject.runner is None or subject.partition is None:
@@ -113,8 +113,8 @@ def _only_argument(*arguments: Any, **named: Any) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-class PipelineStepper(Stepper):
-    """A Stepper that splits its micro-batches further and runs them through the stages by a schedule."""
+class PipelineStep(TrainStep):
+    """A TrainStep that splits its micro-batches further and runs them through the stages by a schedule."""
 
     def __init__(
         self, module: PipelineLossModule, *others: Any, settings: Settings, log: Callable[[str], None], **named: Any

@@ -10,8 +10,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from paceline.config.recipe import Config
 from paceline.models.dropout.functions import by_sample
-from paceline.parallel.compose import Wrapped
 from paceline.parallel.data_parallel import DataParallel
+from paceline.parallel.parallelize import Wrapped
 from paceline.parallel.tensor.apply import is_sequence_parallel
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.runtime import rng

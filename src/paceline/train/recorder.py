@@ -19,7 +19,7 @@ from paceline.models.metrics import require_number
 from paceline.monitor.loggers import GuardedLogger
 from paceline.monitor.progress_bar import Display, LogPoint
 from paceline.monitor.rank_stats import LastExchange, RankStats, process_memory
-from paceline.monitor.stragglers import OwnTime
+from paceline.monitor.stragglers import BusyTime
 from paceline.plan.slow_input import InputSource, Interval
 from paceline.run.folder import RunFolder
 from paceline.run.history import History, Record, require_free_names
@@ -28,7 +28,7 @@ from paceline.runtime import collectives
 from paceline.text import format_value
 from paceline.train.callbacks import Callbacks
 from paceline.train.checks.same_model import ReplicaCheck
-from paceline.train.rates import Rates
+from paceline.train.throughput import Throughput
 
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
@@ -99,13 +99,13 @@ class Recorder:
         is_bad: Callable[[Record], bool],
         log: Log,
         replicas: ReplicaCheck | None,
-        rates: Rates | None = None,
+        rates: Throughput | None = None,
     ) -> None:
         self._history, self._sinks, self.display, self._device = history, sinks, display, device
         self._callbacks, self._is_bad, self._log, self._replicas = callbacks, is_bad, log, replicas
         self._rates = rates
         self._traffic = None if rates is None else rates.traffic
-        self.own_time: OwnTime | None = None  # None: one rank, or a custom loop
+        self.own_time: BusyTime | None = None  # None: one rank, or a custom loop
         self.pending: list[Pending] = []
         self.waited = 0.0  # seconds spent waiting for data since the last log point
         self._waited_before = 0.0

@@ -30,8 +30,8 @@ from contextlib import suppress
 from paceline.diagnose import exits
 from paceline.diagnose.evidence import RankEvidence, StackFrame
 from paceline.diagnose.hang import find_hang
-from paceline.diagnose.patience import Observation, Patience, Standstill
 from paceline.diagnose.place import StackPlace, main_place, main_stack, place_of_stack
+from paceline.diagnose.progress_limits import NoProgress, Observation, ProgressLimits
 from paceline.errors import DataError
 from paceline.log import Log
 from paceline.run import failures
@@ -51,16 +51,16 @@ _LIMITS = (
     "without paceline launch, a rank that holds the GIL or is stopped can't be located, nor a worker of a DataLoader: "
     "run with paceline launch to see their lines"
 )
-_watch: StandstillWatch | None = None
-_hang_watch: HangWatch | None = None
+_watch: ProgressMonitor | None = None
+_hang_watch: HangMonitor | None = None
 
 
-class HangWatch:
+class HangMonitor:
     """The thread of rank 0."""
 
     def __init__(self, board: Board, heartbeat: HeartbeatWriter) -> None:
         self.board, self.heartbeat = board, heartbeat
-        self._patience, self._log = Patience(), Log(board.rank)
+        self._patience, self._log = ProgressLimits(), Log(board.rank)
         self._has_reported = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-hang-watch", daemon=True)
@@ -91,7 +91,7 @@ class HangWatch:
         activity = main_place().activity
         return Observation(last.phase, last.step, counters, activity == "collective", activity == "data")
 
-    def _report(self, found: Standstill, before: Observation) -> None:
+    def _report(self, found: NoProgress, before: Observation) -> None:
         began = time.monotonic()
         answers = self._answers()
         if self._stop.is_set() or self._observation()[:3] != before[:3]:
@@ -124,7 +124,7 @@ def _operations() -> list[int]:
 
 
 def describe(
-    found: Standstill,
+    found: NoProgress,
     world: int,
     answers: Mapping[int, Post],
     stacks: Mapping[int, Sequence[tuple[str, str, int]]],
@@ -151,7 +151,7 @@ def _evidence(rank: int, post: Post | None, stack: Sequence[tuple[str, str, int]
     return RankEvidence(rank, step=step, stack=tuple(StackFrame(*frame) for frame in stack))
 
 
-class StandstillWatch:
+class ProgressMonitor:
     """The thread of this process."""
 
     def __init__(self, board: Board) -> None:
@@ -250,13 +250,13 @@ def watch(world: int, heartbeat: HeartbeatWriter) -> None:
         return
     board = whereabouts.board()
     if _watch is None or _watch.board is not board:
-        _watch = StandstillWatch(board)
+        _watch = ProgressMonitor(board)
     if board.rank != 0 or environment.was_launched():
         return
     if _hang_watch is None or _hang_watch.board is not board:
         if _hang_watch is not None:
             _hang_watch.end()
-        _hang_watch = HangWatch(board, heartbeat)
+        _hang_watch = HangMonitor(board, heartbeat)
     _hang_watch.heartbeat = heartbeat
 
 

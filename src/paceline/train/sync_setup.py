@@ -8,7 +8,7 @@ Between two rounds of local steps replicas hold different weights, buffers, aver
 leaves the run (evaluations, state dicts, exports, checkpoints) is their mean. Training continues with the values of
 each replica, bit for bit as if nothing had been evaluated or saved.
 
-Replicas first exchange checksums, and only tensors that differ are averaged: none in the synchronous warm-up, and no
+DynamicDDP first exchange checksums, and only tensors that differ are averaged: none in the synchronous warm-up, and no
 weights right after a round. What has no mean (integers, such as counts of steps) is taken from the first replica. The
 EMA is linear in the weights, so the mean of the replicas' EMAs is the EMA of their mean weights.
 """

@@ -26,7 +26,7 @@ from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.data_parallel import Reduce, broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record
-from paceline.train import factory, first_step, loop, oom
+from paceline.train import first_step, loop, oom, recipe_objects
 from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
@@ -38,16 +38,16 @@ from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
 from paceline.train.engine import DeviceLike, Engine, UserObjects
 from paceline.train.evaluate import EvaluationPolicy
-from paceline.train.factory import MetricsLike, build_metrics, settle, split_metrics
 from paceline.train.loaders import Loaders
-from paceline.train.loop import Agenda
+from paceline.train.loop import StepActions
 from paceline.train.lr import LearningRate
 from paceline.train.oom import BatchSizeFinder
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import Interrupted, RankPoll, Signals
+from paceline.train.recipe_objects import MetricsLike, build_metrics, drop_inherited_options, split_metrics
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
-from paceline.train.trainer_methods import TrainedWeights, TrainerMethods
+from paceline.train.trainer_methods import TrainerMethods, WeightsView
 
 
 @document_settings
@@ -159,8 +159,8 @@ class Trainer(TrainerMethods, MethodHints):
             0
         """
         trainer = cls.__new__(cls)
-        config, notes = settle(config)
-        model = model or factory.build_model(config)
+        config, notes = drop_inherited_options(config)
+        model = model or recipe_objects.build_model(config)
         task = UserObjects(metrics=build_metrics(config, metrics, model), notes=notes)
         trainer._set_up(config, model, task, callbacks, config.device)
         return trainer
@@ -182,7 +182,7 @@ class Trainer(TrainerMethods, MethodHints):
         state = training_state(engine, self._rates, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
-        self._weights = TrainedWeights(engine, self._saver)
+        self._weights = WeightsView(engine, self._saver)
         self._loaders = Loaders(engine, finder)
         self._recorder: Recorder | None = None
         self._custom_loop: CustomLoop | None = None
@@ -241,10 +241,10 @@ class Trainer(TrainerMethods, MethodHints):
             8
         """
         if data is None:
-            data, val = factory.build_data(self.config)
+            data, val = recipe_objects.build_data(self.config)
         if epochs is None and max_steps is None:
             epochs, max_steps = self.config.train.epochs, self.config.train.max_steps
-        data = adopt.look_at(data, self.config.seed)
+        data = adopt.recognize(data, self.config.seed)
         val = adopt.sets_in(val, self.config.seed)
         self._policy.require_evaluations(bool(val))
         loader, batch = self._loaders.training(data)
@@ -274,7 +274,7 @@ class Trainer(TrainerMethods, MethodHints):
                     self._recorder = recorder = self._new_recorder(history, sinks, display)
                     poll = RankPoll(self._engine, self._saver, self._run, signals, self.config.save_minutes)
                     job = self._job(loader, recorder, val, epochs, max_steps if pause is None else pause, poll)
-                    job.agenda.is_pause = pause is not None
+                    job.actions.is_pause = pause is not None
                     self._run_job(job, history)
                 ended(None, poll.request)
             except BaseException as error:
@@ -319,14 +319,14 @@ class Trainer(TrainerMethods, MethodHints):
             raise
         finally:
             self._recorder = None
-        history.ended = job.agenda.reason
-        self._callbacks.call("on_end", End(self.step_count, job.agenda.reason))
+        history.ended = job.actions.reason
+        self._callbacks.call("on_end", End(self.step_count, job.actions.reason))
 
     def _job(
         self, loader: Loader, recorder: Recorder, val: Any, epochs: int | None, max_steps: int | None, poll: RankPoll
     ) -> loop.Job:
         engine, config = self._engine, self.config
-        agenda = Agenda(
+        actions = StepActions(
             recorder,
             self._callbacks,
             engine.position,
@@ -337,7 +337,7 @@ class Trainer(TrainerMethods, MethodHints):
             epochs_from=engine.position.begins.skip,
             eval_every=config.eval_every,
             save_every=config.save_every if self._run.folder is not None else None,
-            profiler=factory.open_profiler(config, self._run.folder, self.world),
+            profiler=recipe_objects.open_profiler(config, self._run.folder, self.world),
             end_of_epoch=self._rates.epoch_ended,
             evaluate=partial(self._evaluated, recorder, val, poll) if val else None,
             is_evaluated=self._run.is_evaluated,
@@ -357,7 +357,7 @@ class Trainer(TrainerMethods, MethodHints):
                 self._policy.try_once(val, self._measure)
             return checked
 
-        return loop.Job(micros, engine, recorder, agenda, self._callbacks.hooks["on_step"])
+        return loop.Job(micros, engine, recorder, actions, self._callbacks.hooks["on_step"])
 
     def _save_last(self, step: int) -> None:
         broadcast_buffers(self.model, self._engine.mesh)

@@ -34,7 +34,7 @@ from paceline.train.recorder import Recorder
 Reading = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
 
 
-class TrainedWeights:
+class WeightsView:
     def __init__(self, engine: Engine, saver: Saver) -> None:
         self._engine, self._saver = engine, saver
 
@@ -81,7 +81,7 @@ class TrainerMethods(CustomLoopMethods):
 
     _run: RunHandle
     _saver: Saver
-    _weights: TrainedWeights
+    _weights: WeightsView
     _recorder: Recorder | None
     _warn_once: Callable[[str], None]
 

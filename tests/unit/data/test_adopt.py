@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SubsetRandomSampler
 
-from paceline.data.adopt import batch_of, look_at
+from paceline.data.adopt import batch_of, recognize
 from paceline.data.iterable import ReadyBatches
 from paceline.data.loader import DataShard
 from paceline.errors import DataError
@@ -90,9 +90,9 @@ class Unsized(Dataset[int]):
 
 def test_a_dataset_without_a_length_is_told_to_define_it() -> None:
     with pytest.raises(DataError, match="got Unsized without __len__") as caught:
-        look_at(Unsized(), 0)
+        recognize(Unsized(), 0)
     assert "define __len__" in caught.value.fix
 
 
 def test_batches_in_a_tuple_are_data() -> None:
-    assert isinstance(look_at((torch.ones(4, 2), torch.ones(4, 2)), 0), ReadyBatches)
+    assert isinstance(recognize((torch.ones(4, 2), torch.ones(4, 2)), 0), ReadyBatches)

@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from paceline.data.adopt import adopt, look_at
+from paceline.data.adopt import adopt, recognize
 from reading import Numbers, micros, samples_by_step, spec_for
 
 DATA = Numbers(20)
@@ -94,7 +94,7 @@ def test_a_second_call_of_train_continues_the_users_generator(kind: str) -> None
     per_epoch = len(expected) // 3
     for first, stop in ((0, 1), (1, per_epoch + 1), (per_epoch + 1, 3 * per_epoch)):
         # Each call has a loader of its own, and reads a little ahead.
-        stream = adopt(look_at(loader, 0), spec_for(5), lambda text: None).micros(first, 3)
+        stream = adopt(recognize(loader, 0), spec_for(5), lambda text: None).micros(first, 3)
         seen += [_values(next(stream).batch) for _ in range(stop - first)]
         next(stream, None)
     assert seen == expected

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
-from paceline.data.adopt import look_at
+from paceline.data.adopt import recognize
 from paceline.data.loader import DataShard
 from paceline.data.sharded_stream import declared, is_sharded
 from paceline.errors import DataError
@@ -100,7 +100,7 @@ def split_by_node(source: Any) -> Any:
         SplitByNode(1, 2),
         Tokenized(SplitByNode(1, 2)),
         DataLoader(SplitByNode(1, 2), batch_size=4),
-        look_at(DataLoader(SplitByNode(1, 2).batched(), batch_size=None), 0),
+        recognize(DataLoader(SplitByNode(1, 2).batched(), batch_size=None), 0),
     ],
 )
 def test_a_stream_that_was_split_for_this_rank_is_sharded(data: Any) -> None:

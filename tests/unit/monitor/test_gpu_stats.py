@@ -10,7 +10,7 @@ import torch
 import nodes
 import paceline
 from paceline.monitor import gpu_stats
-from paceline.monitor.gpu_stats import NUMBERS, THROTTLED, WINDOW, GpuStats, GpuWatch, Nvml
+from paceline.monitor.gpu_stats import NUMBERS, THROTTLED, WINDOW, GpuMonitor, GpuStats, Nvml
 
 _UNSUPPORTED = 3
 
@@ -49,7 +49,7 @@ class Library:
 def watched(*libraries: Library, samples: int = THROTTLED) -> list[str]:
     """What is said about the GPUs of these ranks, at three log points."""
     said: list[str] = []
-    watch, ranks = GpuWatch(len(libraries), said.append), [GpuStats(Nvml(each, None)) for each in libraries]
+    watch, ranks = GpuMonitor(len(libraries), said.append), [GpuStats(Nvml(each, None)) for each in libraries]
     for _ in range(3):
         for rank in ranks:
             for _ in range(samples):
@@ -83,7 +83,7 @@ def test_heat_is_one_message_and_a_moment_of_it_none() -> None:
 
 def test_only_new_memory_errors_count() -> None:
     library, said = Library(), list[str]()
-    stats, watch = GpuStats(Nvml(library, None)), GpuWatch(1, said.append)
+    stats, watch = GpuStats(Nvml(library, None)), GpuMonitor(1, said.append)
     stats.sample()
     watch.log_point(stats.numbers())
     assert said == []
@@ -104,7 +104,7 @@ def test_an_idle_gpu_is_named_after_a_minute() -> None:
 def test_no_gpu_is_singled_out_while_another_one_may_turn_out_to_idle_as_well() -> None:
     said: list[str] = []
     idle = [8.0, 0.04, 60.0, 1.0]
-    watch = GpuWatch(2, said.append)
+    watch = GpuMonitor(2, said.append)
     watch.log_point([0.0, 0.04, 60.0, 1.0, *idle])  # rank 0 has one sample less
     assert said == []
     watch.log_point(idle * 2)
@@ -124,7 +124,7 @@ def test_samples_are_taken_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_without_work_before_the_first_log_point_does_not_idle() -> None:
     said: list[str] = []
     library = Library(nvmlDeviceGetUtilizationRates=0)
-    stats, watch = GpuStats(Nvml(library, None)), GpuWatch(1, said.append)
+    stats, watch = GpuStats(Nvml(library, None)), GpuMonitor(1, said.append)
     for utilization in (0, 100):  # while a model is compiled, and then
         library.values["nvmlDeviceGetUtilizationRates"] = utilization
         for _ in range(WINDOW - utilization // 4):

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 import paceline
 from paceline import Trainer, dist
-from paceline.monitor.stragglers import NUMBERS, RECENT, OwnTime, Slow, Stragglers, compare
+from paceline.monitor.stragglers import NUMBERS, RECENT, BusyTime, Slow, Stragglers, compare
 from paceline.run.folder import RunFolder
 
 HEALTHY = (0.010, 0.011, 0.001)  # of a rank: low and median busy seconds, wait for data
@@ -115,7 +115,7 @@ def test_what_cost_next_to_nothing_is_not_reported_at_the_end(factor: float, sec
 def test_a_stall_of_one_step_changes_no_number_much(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(float(now) for now in (0, *range(1, 6), 100, *range(101, 106)))
     monkeypatch.setattr("paceline.monitor.stragglers.thread_time", lambda: next(clock))
-    own = OwnTime(torch.device("cpu"))
+    own = BusyTime(torch.device("cpu"))
     waited = 0.0
     for number in range(RECENT):
         assert own.numbers() == [0.0] * NUMBERS

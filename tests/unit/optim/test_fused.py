@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import paceline
 from paceline.optim.fused import FusedStep
-from paceline.train.checks.own_step import RequireOwner
+from paceline.train.checks.foreign_steps import RequireOwner
 from worlds import ranks
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.plan.slow_input import WINDOW, InputSource, InputWatch, Interval, ReadTime, advice, enough
+from paceline.plan.slow_input import WINDOW, InputMonitor, InputSource, Interval, ReadTime, advice, enough
 
 MEASURED = InputSource("dataset", 4, read=lambda: (0.0, 0.0))
 
@@ -49,7 +49,7 @@ def test_workers_measure_reading_and_those_of_others_are_busy_while_training_wai
 
 
 def test_slow_input_is_reported_once_until_it_changes_a_lot() -> None:
-    watch = InputWatch(InputSource("dataset"), cores=64)
+    watch = InputMonitor(InputSource("dataset"), cores=64)
 
     def said(share: float, read: float = 0.08) -> str | None:
         return watch.add(WINDOW, 100, share, read)
@@ -63,13 +63,13 @@ def test_slow_input_is_reported_once_until_it_changes_a_lot() -> None:
 
 
 def test_short_intervals_are_averaged() -> None:
-    watch = InputWatch(InputSource("dataset"), cores=64)
+    watch = InputMonitor(InputSource("dataset"), cores=64)
     found = [watch.add(WINDOW / 4, 10, share, 0.05) for share in (1.0, 0.0, 0.4, 0.4, 0.0)]
     assert found[:4] == [None] * 4 and found[4] is not None and "20% of the time" in found[4]
 
 
 def test_workers_that_are_started_in_every_epoch_are_named_instead_of_more_workers() -> None:
-    watch = InputWatch(InputSource("loader", 4), cores=64)
+    watch = InputMonitor(InputSource("loader", 4), cores=64)
     said = [watch.add(WINDOW, 5, 0.885, read=0.04, starting=0.88 * WINDOW) for _ in range(3)]
     assert said[0] is None and said[1] is not None and said[2] is None
     assert "88% of the time until 4 workers, which every epoch starts anew" in said[1]
@@ -83,7 +83,7 @@ def test_the_time_in_which_workers_start_is_no_time_of_reading() -> None:
 
 @pytest.mark.parametrize("share, read", [(0.09, 0.08), (0.5, 0.0005)])
 def test_short_waits_are_not_reported(share: float, read: float) -> None:
-    watch = InputWatch(InputSource("dataset"), cores=64)
+    watch = InputMonitor(InputSource("dataset"), cores=64)
     assert [watch.add(WINDOW, 100, share, read) for _ in range(3)] == [None] * 3
 
 

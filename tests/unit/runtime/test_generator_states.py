@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.data.adopt import adopt, look_at
+from paceline.data.adopt import adopt, recognize
 from paceline.runtime import generator_states
 from paceline.runtime.generator_states import RandomStream, exchange_states, same_states, save_states
 from paceline.runtime.rng import seed_cpu
@@ -141,7 +141,7 @@ KINDS: dict[str, Callable[[str, str], Any]] = {
 def read(source: Any, seed: int, first: int = 0) -> tuple[list[list[float]], list[Any]]:
     """Batches of two epochs, and what a training that draws after each of them gets."""
     seed_cpu(seed)
-    micros = adopt(look_at(source, 0), spec_for(2), lambda text: None).micros(first, 2)
+    micros = adopt(recognize(source, 0), spec_for(2), lambda text: None).micros(first, 2)
     pairs = [(micro.batch.tolist(), draw()) for micro in micros]
     return [batch for batch, _ in pairs], [numbers for _, numbers in pairs]
 

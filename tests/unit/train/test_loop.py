@@ -18,7 +18,7 @@ from paceline.monitor.progress_bar import Silent
 from paceline.run.history import History
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.loop import Agenda
+from paceline.train.loop import StepActions
 from paceline.train.recorder import Recorder, Sinks
 
 
@@ -118,7 +118,7 @@ def test_a_model_without_dropout_pays_one_call_per_micro_batch_for_random_number
 
 
 class Done:
-    """What an agenda has had done, in order."""
+    """What an actions has had done, in order."""
 
     def __init__(self, ends_at: int | None = None) -> None:
         self.what: list[Any] = []
@@ -131,11 +131,11 @@ class Done:
             self.position.evaluated = step
         return "early stop" if step == self.ends_at else None
 
-    def agenda(self, **settings: Any) -> Agenda:
+    def actions(self, **settings: Any) -> StepActions:
         device, log = torch.device("cpu"), rank_log(0, quiet=True)
         hooks = Callbacks([])
         recorder = Recorder(History(), Sinks(), Silent(0), device, hooks, lambda record: False, log, None)
-        return Agenda(
+        return StepActions(
             recorder,
             hooks,
             self.position,
@@ -148,27 +148,27 @@ class Done:
         )
 
 
-def train(agenda: Agenda, *, first: int = 0, stop: int = 10_000, epoch_length: int = 10_000) -> int:
+def train(actions: StepActions, *, first: int = 0, stop: int = 10_000, epoch_length: int = 10_000) -> int:
     """As the loop does; returns the last step."""
-    step, due = first, agenda.next_due(first)
+    step, due = first, actions.next_due(first)
     while step < stop:
         step += 1
         if step >= due:
-            if not agenda.run_due(step, (step - 1) // epoch_length):
+            if not actions.run_due(step, (step - 1) // epoch_length):
                 break
-            due = agenda.next_due(step)
-    agenda.finish(step, (step - 1) // epoch_length)
+            due = actions.next_due(step)
+    actions.finish(step, (step - 1) // epoch_length)
     return step
 
 
 def test_the_next_due_step_is_the_nearest_of_all_intervals() -> None:
-    agenda = Done().agenda(log_every=10, eval_every=7, save_every=4, max_steps=13)
-    assert [agenda.next_due(step) for step in range(13)] == [4, 4, 4, 4, 7, 7, 7, 8, 10, 10, 12, 12, 13]
+    actions = Done().actions(log_every=10, eval_every=7, save_every=4, max_steps=13)
+    assert [actions.next_due(step) for step in range(13)] == [4, 4, 4, 4, 7, 7, 7, 8, 10, 10, 12, 12, 13]
 
 
 def test_evaluations_and_saves_come_at_their_intervals_and_the_last_step_is_saved() -> None:
     done = Done()
-    assert train(done.agenda(eval_every=2, save_every=3, max_steps=5)) == 5
+    assert train(done.actions(eval_every=2, save_every=3, max_steps=5)) == 5
     assert done.what == [
         ("evaluate", 2), ("save", 3), ("evaluate", 4), ("save last", 5), ("evaluate, not due", 5),
     ]  # fmt: skip
@@ -176,37 +176,37 @@ def test_evaluations_and_saves_come_at_their_intervals_and_the_last_step_is_save
 
 def test_without_an_interval_an_evaluation_follows_the_end_of_each_epoch() -> None:
     done = Done()
-    agenda = done.agenda(steps_per_epoch=2, max_steps=4)
-    train(agenda, epoch_length=2)
+    actions = done.actions(steps_per_epoch=2, max_steps=4)
+    train(actions, epoch_length=2)
     assert done.what == ["epoch", ("evaluate", 2), "epoch", ("evaluate", 4), ("save last", 4)]
-    assert done.position.epochs_ended == 2 and "max_steps" in agenda.reason
+    assert done.position.epochs_ended == 2 and "max_steps" in actions.reason
 
 
 def test_training_ends_for_the_reason_that_an_evaluation_gives() -> None:
     done = Done(ends_at=4)
-    agenda = done.agenda(eval_every=2, max_steps=9)
-    assert train(agenda) == 4
-    assert agenda.reason == "early stop" and done.what[-1] == ("save last", 4)
+    actions = done.actions(eval_every=2, max_steps=9)
+    assert train(actions) == 4
+    assert actions.reason == "early stop" and done.what[-1] == ("save last", 4)
 
 
 @pytest.mark.parametrize("evaluated", [0, 4])
 def test_a_resumed_run_makes_up_for_an_evaluation_that_was_due_and_not_done(evaluated: int) -> None:
     done = Done()
     done.position.evaluated = evaluated
-    assert done.agenda(eval_every=2, began_at=4).begin(4, 0)
+    assert done.actions(eval_every=2, began_at=4).begin(4, 0)
     assert done.what == ([] if evaluated == 4 else [("evaluate", 4)])
 
 
 def test_data_of_unknown_length_ends_an_epoch_where_it_ends() -> None:
     done = Done()
-    agenda = done.agenda()
-    assert agenda.epoch_ended(3, 0) and agenda.epoch_ended(3, 0)
+    actions = done.actions()
+    assert actions.epoch_ended(3, 0) and actions.epoch_ended(3, 0)
     assert done.what == ["epoch", ("evaluate", 3)]
-    agenda.finish(5, 1)
+    actions.finish(5, 1)
     assert done.what[2:] == ["epoch", ("evaluate", 5), ("save last", 5)]
 
 
 def test_a_call_that_takes_no_step_neither_saves_nor_evaluates() -> None:
     done = Done()
-    done.agenda(began_at=7, max_steps=7).finish(7, 0)
+    done.actions(began_at=7, max_steps=7).finish(7, 0)
     assert done.what == []

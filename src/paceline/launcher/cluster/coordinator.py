@@ -34,7 +34,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster import membership
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, InvalidMessage, Message
 from paceline.launcher.cluster.fingerprint import Fingerprint
-from paceline.launcher.cluster.inquiry import HangInquiry
+from paceline.launcher.cluster.hang_vote import HangVote
 from paceline.launcher.cluster.membership import JoinRequest, NodeMember, OrphanedRanks
 from paceline.launcher.cluster.server import ConnectionServer, RejectionLog
 from paceline.launcher.restart_policy import Restart, Supervisor
@@ -61,7 +61,7 @@ class Coordinator:
         self._server, self._spec, self._notify = ConnectionServer(listener, token), spec, notify
         self._nodes, self._store_port = spec.node_range, store_port
         self._supervisor = Supervisor(spec.max_restarts, spec.on_hang)
-        self._hangs = HangInquiry(spec, self._in_order, self._send, notify)
+        self._hangs = HangVote(spec, self._in_order, self._send, notify)
         self._members: dict[Channel, NodeMember] = {}
         self._fingerprint = fingerprint
         self._phase: Phase = "joining"

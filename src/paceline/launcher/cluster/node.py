@@ -16,7 +16,7 @@ from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.cause import Cause
 from paceline.diagnose.evidence import RankEvidence
-from paceline.diagnose.patience import Standstill
+from paceline.diagnose.progress_limits import NoProgress
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, connect
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS
@@ -312,7 +312,7 @@ class Node(AgentObserver):
             return None
         return signal.SIGKILL if time.monotonic() > self._lost_at + _LEAVE_SECONDS else signal.SIGTERM
 
-    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+    def standstill(self, found: NoProgress, ranks: Sequence[RankEvidence]) -> None:
         self._send({"kind": "standstill", **found._asdict(), "ranks": [each.to_json() for each in ranks]})
 
     def continued(self, seconds: float) -> None:

@@ -1,12 +1,12 @@
 """Watches the ranks of this node for a standstill, in a thread of the launcher.
 
 Four times a second it reads how far each rank has come, from the rank's heartbeat and page. If they come no further for
-longer than their phase allows (diagnose/patience.py), it collects evidence and hands it over, unless a rank has moved
-meanwhile. It runs between the start of the last rank and the end of the generation: processes are forked only without
-it. Reports go to the screen, the logs and the ledger. `RunFolder.hang` holds the last one, with the evidence of every
-rank; `earlier` in it are those before, without it.
+longer than their phase allows (diagnose/progress_limits.py), it collects evidence and hands it over, unless a rank has
+moved meanwhile. It runs between the start of the last rank and the end of the generation: processes are forked only
+without it. Reports go to the screen, the logs and the ledger. `RunFolder.hang` holds the last one, with the evidence of
+every rank; `earlier` in it are those before, without it.
 
-If this process is stopped (Ctrl-Z), its ranks usually are as well: Patience counts a second of that at most.
+If this process is stopped (Ctrl-Z), its ranks usually are as well: ProgressLimits counts a second of that at most.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.config.launch import LaunchSpec
 from paceline.diagnose import stacks
 from paceline.diagnose.evidence import Hang, RankEvidence, WorkerEvidence, ranks_from_json
 from paceline.diagnose.hang import find_hang
-from paceline.diagnose.patience import EXIT, LASTING, Observation, Patience, Standstill
 from paceline.diagnose.place import activity_of
+from paceline.diagnose.progress_limits import EXIT, LASTING, NoProgress, Observation, ProgressLimits
 from paceline.diagnose.stacks import ProcessStacks
 from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.run import heartbeat, regular_files
@@ -61,11 +61,11 @@ class HangDetector:
     ) -> None:
         self._clock = clock
         self._logs, self._pids, self._running, self._node = logs, pids, running, node
-        self._patience = Patience()
+        self._patience = ProgressLimits()
         self._seen: dict[int, Observation] = {}
         self._moved_at = clock()  # when a rank made progress last
         self._others_ended = False  # ranks of other nodes
-        self._postponed: Standstill | None = None  # a report, until then
+        self._postponed: NoProgress | None = None  # a report, until then
         self._postponed_until = 0.0
         self._found: SimpleQueue[Callable[[AgentObserver], None]] = SimpleQueue()
         self._wake, self._is_stopping, self._is_asked = threading.Event(), False, False
@@ -123,7 +123,7 @@ class HangDetector:
             told = found._replace(seconds=max(found.seconds, still))
             self._found.put(lambda observer: observer.standstill(told, ranks))
 
-    def _look(self) -> Standstill | None:
+    def _look(self) -> NoProgress | None:
         """Observe all ranks that run."""
         now, running = self._clock(), self._running()
         beats, pages = heartbeat.read(self._logs), heartbeat.read_pages(self._logs)
@@ -174,7 +174,7 @@ class HangReporter:
 
     def __init__(self, spec: LaunchSpec, publish: Callable[[Message], None]) -> None:
         self._spec, self._publish = spec, publish
-        self._reported: Standstill | None = None
+        self._reported: NoProgress | None = None
         self.hang: Hang | None = None  # for which ranks are stopped
 
     def is_due(self, *, lasts: bool) -> bool:
@@ -182,7 +182,7 @@ class HangReporter:
         return self.hang is None and (self._reported is None or (lasts and self._spec.on_hang != "report"))
 
     def report(
-        self, found: Standstill, ranks: Sequence[RankEvidence], generation: int, restarts: int, *, may_stop: bool = True
+        self, found: NoProgress, ranks: Sequence[RankEvidence], generation: int, restarts: int, *, may_stop: bool = True
     ) -> None:
         self._reported = self._reported or found
         hang = _judge(ranks, found)
@@ -204,7 +204,7 @@ class HangPolicy(HangReporter, AgentObserver):
         super().__init__(start.spec, self._tell)
         self._start = start
 
-    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+    def standstill(self, found: NoProgress, ranks: Sequence[RankEvidence]) -> None:
         generation = self._start.generation
         if self.is_due(lasts=found.lasts):
             self.report(found, ranks, generation, generation - self._start.spec.prior_starts)
@@ -217,7 +217,7 @@ class HangPolicy(HangReporter, AgentObserver):
         record(message, self._start.logs)
 
 
-def _judge(ranks: Sequence[RankEvidence], found: Standstill) -> Hang:
+def _judge(ranks: Sequence[RankEvidence], found: NoProgress) -> Hang:
     """An error in the diagnosis must not end a run that may continue."""
     try:
         return find_hang(ranks, found.seconds, at_exit=found.phase == EXIT)
@@ -231,7 +231,7 @@ class _NextAction(NamedTuple):
     ends_run: bool = True
 
 
-def _next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: Standstill) -> _NextAction:
+def _next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: NoProgress) -> _NextAction:
     """What `--on-hang` leads to, after so many restarts."""
     waits = _NextAction("still waiting", stops=False, ends_run=False)
     if spec.on_hang == "report":
@@ -248,7 +248,7 @@ def _next_action(spec: LaunchSpec, restarts: int, hang: Hang, found: Standstill)
 
 
 def _hang_message(
-    hang: Hang, found: Standstill, ranks: Sequence[RankEvidence], generation: int, action: _NextAction
+    hang: Hang, found: NoProgress, ranks: Sequence[RankEvidence], generation: int, action: _NextAction
 ) -> Message:
     """The report: `text` for the screen, and what to record. A run that ends shows the whole report at its end."""
     what = hang.text.partition("\n")[0] if action.ends_run else hang.text.rstrip()
@@ -272,7 +272,7 @@ def _hang_message(
     return {"kind": "hang", "text": text, "record": values}
 
 
-def _continued_message(seconds: float, reported: Standstill) -> Message:
+def _continued_message(seconds: float, reported: NoProgress) -> Message:
     text = f"ranks make progress again, after {seconds:.1f} s"
     since_report = max(0.0, seconds - reported.seconds)
     return {"kind": "continued", "text": text, "record": {"seconds": round(since_report, 3)}}

@@ -27,7 +27,7 @@ from paceline.run.folder import RunFolder
 from paceline.run.user_frame import find_user_frame
 from paceline.runtime import environment, rank_watch
 from paceline.runtime.processes import before_shutdown, set_title
-from paceline.runtime.rank_watch import RankWatch
+from paceline.runtime.rank_watch import RankMonitor
 
 _EXIT_SECONDS = 10.0
 
@@ -73,12 +73,12 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
         _fail(failure.exit_code)
 
 
-def _start_watch(logs: RunFolder, rank: int) -> RankWatch:
+def _start_watch(logs: RunFolder, rank: int) -> RankMonitor:
     readers = rank_watch.Readers(lambda: place.main_place().text, place.is_any_thread_in)
     return rank_watch.start(logs.page(rank), logs.heartbeat(rank), readers)
 
 
-def _tell_ranks(ended: str, watch: RankWatch) -> None:
+def _tell_ranks(ended: str, watch: RankMonitor) -> None:
     """For ranks that wait for this one, and for the launcher."""
     watch.ended = ended
     if "paceline.runtime.whereabouts" in sys.modules:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence
-from paceline.diagnose.patience import Standstill
+from paceline.diagnose.progress_limits import NoProgress
 from paceline.errors import PacelineError
 from paceline.run import folder, ledger
 from paceline.run.folder import RunFolder
@@ -94,7 +94,7 @@ class AgentObserver:
     def interrupted(self, number: int) -> None:
         """This launcher received a signal that ends the run; SIGKILL: a second Ctrl-C."""
 
-    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+    def standstill(self, found: NoProgress, ranks: Sequence[RankEvidence]) -> None:
         """The ranks make no progress. Called again if that lasts."""
 
     def continued(self, seconds: float) -> None:

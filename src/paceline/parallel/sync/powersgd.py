@@ -39,7 +39,7 @@ from paceline.parallel.sync.compression import (
     StepEnd,
     add_unscaled,
     dense_mean,
-)
+)  # fmt: skip
 from paceline.parallel.sync.exchange import Collectives, Exchange
 from paceline.runtime.rng import derive_seed
 

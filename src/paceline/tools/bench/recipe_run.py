@@ -26,15 +26,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.recipe import Config
 from paceline.monitor.rank_stats import process_memory
-from paceline.parallel.replicas import Build, Replicas
+from paceline.parallel.dynamic_ddp import Build, DynamicDDP
 from paceline.plan.network_model import LinkModel, bare
 from paceline.run import regular_files
 from paceline.runtime import collectives
 from paceline.runtime.process_group import World
 from paceline.tools.bench import collective_times
 from paceline.tools.bench.step_times import TimedTrainer
-from paceline.train import factory
-from paceline.train.slice_step import SliceStepper
+from paceline.train import recipe_objects
+from paceline.train.sliced_step import SlicedStep
 
 _WARM_UP = 5  # steps that are not counted: the first ones allocate, and the second one counts FLOPs
 _ROUNDS = 4
@@ -64,8 +64,8 @@ def measure(recipe: Mapping[str, Any], steps: int, *, predicts: bool) -> dict[st
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         "layout": str(engine.layout.degrees),
         "strategy": engine.layout.strategy,
-        "separate": isinstance(engine.wrapped.forward, Replicas)
-        or isinstance(engine.stepper, SliceStepper)
+        "separate": isinstance(engine.wrapped.forward, DynamicDDP)
+        or isinstance(engine.stepper, SlicedStep)
         or engine.local_steps is not None,
         "batch": run.batch,
         "memory": collectives.all_gather_object(process_memory(world.device)[1]),
@@ -91,7 +91,7 @@ def unpredictable(trainer: TimedTrainer) -> str:
     engine = trainer._engine
     if trainer.world.size == 1:
         return "one rank"
-    if not isinstance(engine.wrapped.forward, Replicas):
+    if not isinstance(engine.wrapped.forward, DynamicDDP):
         return f"{engine.layout.strategy} communicates inside forward and backward"
     return "sync changes what is sent" if trainer.config.sync is not None else ""
 
@@ -102,7 +102,7 @@ class RecipeRun:
     def __init__(self, config: Config) -> None:
         trainer = TimedTrainer.from_config(config)
         assert isinstance(trainer, TimedTrainer)
-        self.trainer, self._data = trainer, factory.build_data(config)[0]
+        self.trainer, self._data = trainer, recipe_objects.build_data(config)[0]
         self.steps: list[dict[str, float]] = []
         self.buckets: list[tuple[float, int]] = []
 
@@ -154,7 +154,7 @@ def _measure_link(buckets: Sequence[int], world: World) -> LinkModel:
 def _omit_reduction(trainer: TimedTrainer) -> None:
     """Let DDP fill its buckets, and keep the gradients of this rank in them."""
     replicas = trainer._engine.wrapped.forward
-    assert isinstance(replicas, Replicas)
+    assert isinstance(replicas, DynamicDDP)
     trainer._engine.replicas = None  # their weights will differ
     trainer.align = collectives.barrier  # ranks begin each step together, as with communication
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from paceline.data.loader import MicroBatch
-from paceline.parallel.replicas import Replicas
+from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.tools.bench import step_report
 from paceline.train import loop
-from paceline.train.pipeline_step import PipelineStepper
-from paceline.train.slice_step import SliceStepper
+from paceline.train.pipeline_step import PipelineStep
+from paceline.train.sliced_step import SlicedStep
 from paceline.train.trainer import Trainer
 
 _END, _APART = "end", "apart"  # of a step; of no step
@@ -119,21 +119,21 @@ def watch(job: loop.Job, times: StepTimes) -> None:
     """Wrap the parts of a job."""
     engine, stepper, micros = job.engine, job.engine.stepper, job.micros
     job.micros = lambda: _read(micros(), times)
-    _wrap(job.agenda, "run_due", times, step_report.LOGGING)
+    _wrap(job.actions, "run_due", times, step_report.LOGGING)
     if engine.local_steps is not None:
         _wrap(engine.local_steps, "after_step", times, step_report.ROUND, before=step_report.OPTIMIZER)
     if engine.graphed is not None:  # no notes inside, which would be captured
         _wrap(engine.graphed, "take", times, step_report.GRAPH)
         return
-    if isinstance(stepper, PipelineStepper):
+    if isinstance(stepper, PipelineStep):
         _wrap(stepper, "add", times, step_report.BOTH)
     else:
         _wrap(stepper, "_forward", times, step_report.FORWARD)
-        if isinstance(engine.wrapped.forward, Replicas):
+        if isinstance(engine.wrapped.forward, DynamicDDP):
             stepper.backward = _reducing_backward(stepper.backward, times)  # type: ignore[method-assign]
         else:
             _wrap(stepper, "backward", times, step_report.BACKWARD)
-    if isinstance(stepper, SliceStepper):
+    if isinstance(stepper, SlicedStep):
         _wrap(stepper, "_add_up", times, step_report.COMMUNICATION)
     _wrap(stepper, "factor", times, step_report.COMMUNICATION)  # waits for the weights of all ranks
     _wrap(engine.updater, "apply", times, step_report.OPTIMIZER)

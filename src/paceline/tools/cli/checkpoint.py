@@ -18,7 +18,7 @@ from paceline.text import columns, format_age, format_bytes, plural, shorten
 from paceline.tools.cli.options import Json, examples
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.directory import Found
+    from paceline.checkpoint.local_store import StoredCheckpoint
     from paceline.checkpoint.manifest import Manifest
 
 app = typer.Typer(help="List, inspect, verify and export checkpoints.", no_args_is_help=True)
@@ -137,30 +137,30 @@ def export(
     print(f"{short(folder)} -> {output}: {count:,} {'averaged ' if ema else ''}weights ({to})")
 
 
-def _found(path: Path) -> list[Found]:
+def _found(path: Path) -> list[StoredCheckpoint]:
     """The checkpoints at or below a path, newest first, unreadable ones last."""
-    from paceline.checkpoint import directory, manifest, reader
+    from paceline.checkpoint import local_store, manifest, reader
 
-    path = directory.follow_pointer(path)
+    path = local_store.follow_pointer(path)
     if not path.exists():
         fix = "pass a run, e.g. gpt or runs/gpt; paceline ls lists them"
         raise CheckpointError("missing", f"Folder {path} does not exist.", fix=fix)
     if (path / manifest.NAME).exists():
         try:
-            return [directory.Found(path, reader.open_checkpoint(path).manifest)]
+            return [local_store.StoredCheckpoint(path, reader.open_checkpoint(path).manifest)]
         except CheckpointError as problem:
-            return [directory.Found(path, None, problem)]
-    found = [each for folder in checkpoint_folders(path) for each in directory.candidates(folder)]
+            return [local_store.StoredCheckpoint(path, None, problem)]
+    found = [each for folder in checkpoint_folders(path) for each in local_store.candidates(folder)]
     return sorted(found, key=lambda each: "" if each.manifest is None else each.manifest.created, reverse=True)
 
 
 def _chosen(path: Path, best: bool) -> Path:
     """The best checkpoint of a run, or the newest one with a readable manifest. Skipped ones are reported."""
-    from paceline.checkpoint import directory
+    from paceline.checkpoint import local_store
 
     if best:
         places = [folder / BEST for folder in checkpoint_folders(path)]
-        return directory.follow_pointer(next((place for place in places if place.is_file()), places[1]))
+        return local_store.follow_pointer(next((place for place in places if place.is_file()), places[1]))
     found = _found(path) or [_nothing(path)]
     found = [each for each in found if each.folder.parent == RunFolder(path).checkpoints] or found  # not of a part
     for each in found:
@@ -169,7 +169,7 @@ def _chosen(path: Path, best: bool) -> Path:
     return found[0].folder
 
 
-def _nothing(path: Path) -> Found:
+def _nothing(path: Path) -> StoredCheckpoint:
     others = existing_runs(RunFolder(path.absolute()).requested_name)
     saved = [each.short for each in others if any(each.checkpoints.glob("step-*"))]
     instead = f"{saved[0]}, which has one" if saved else "the folder of a run or a checkpoint"
@@ -178,15 +178,15 @@ def _nothing(path: Path) -> Found:
     )
 
 
-def _facts(found: Found) -> dict[str, Any]:
-    from paceline.checkpoint import directory
+def _facts(found: StoredCheckpoint) -> dict[str, Any]:
+    from paceline.checkpoint import local_store
 
     facts: dict[str, Any] = {
         "path": str(found.folder),
         "marks": [
             each
-            for each in directory.POINTERS
-            if found.folder.name in directory.read_pointer(found.folder.parent, each)
+            for each in local_store.POINTERS
+            if found.folder.name in local_store.read_pointer(found.folder.parent, each)
         ],
         "problem": None if found.problem is None else _reason(found.problem),
     }

@@ -101,12 +101,12 @@ def _evaluate(recipe: Mapping[str, Any], weights: str, *, as_json: bool) -> None
     `as_json`, nothing else is printed to standard output."""
     from paceline.config.recipe import Config
     from paceline.data import adopt
-    from paceline.train import factory
+    from paceline.train import recipe_objects
     from paceline.train.trainer import Trainer
 
     config = Config.from_dict({**recipe, **_WITHOUT})
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        val = factory.build_data(config)[1]
+        val = recipe_objects.build_data(config)[1]
         if val is None:
             raise TrainError(
                 "no-evaluation",

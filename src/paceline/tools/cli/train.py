@@ -58,11 +58,11 @@ def _join(config: Config, launch_options: Mapping[str, Any]) -> None:
 
 def run_recipe(config: Config) -> History:
     """Train from a recipe; rank 0 prints a summary."""
-    from paceline.train import factory
+    from paceline.train import recipe_objects
     from paceline.train.trainer import Trainer
 
     trainer = Trainer.from_config(config)
-    data, val = factory.build_data(config)
+    data, val = recipe_objects.build_data(config)
     history = trainer.train(data, val)
     if trainer.is_main_process:
         print(summary(trainer, history, val), flush=True)

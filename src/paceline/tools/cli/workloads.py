@@ -42,9 +42,9 @@ def _settled(config: Config) -> Config:
     if not config.inherited:
         return config
     from paceline.runtime.processes import call_in_child
-    from paceline.train.factory import settle
+    from paceline.train.recipe_objects import drop_inherited_options
 
-    config, notes = settle(config, call_in_child)
+    config, notes = drop_inherited_options(config, call_in_child)
     for note in notes:
         log.info(note)
     return config
@@ -52,11 +52,11 @@ def _settled(config: Config) -> Config:
 
 def check_own_code(config: Config) -> None:
     """Find errors in names of the user's code and their options; nothing is imported for other recipes."""
-    from paceline.own_code import is_own
+    from paceline.user_code import is_own
 
     if any(map(is_own, config.names)):
         from paceline.runtime.processes import call_in_child
-        from paceline.train.factory import check_names
+        from paceline.train.recipe_objects import check_names
 
         call_in_child(lambda: check_names(config))
 
@@ -81,7 +81,7 @@ def checked(config: Config) -> Callable[[int], None]:
     """Validates a recipe for a number of ranks, before any of them starts."""
 
     def prepare(world: int) -> None:
-        from paceline.train.factory import check
+        from paceline.train.recipe_objects import check
 
         check(config, world)
 

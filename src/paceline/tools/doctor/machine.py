@@ -62,7 +62,7 @@ def _default_ranks(gpu_facts: GpuFacts) -> int:
 
 
 def _check_recipe(config: Config, ranks: int) -> Finding:
-    from paceline.train.factory import check
+    from paceline.train.recipe_objects import check
 
     try:
         check(config, ranks)

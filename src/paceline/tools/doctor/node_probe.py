@@ -35,16 +35,6 @@ from paceline.runtime import environment
 from paceline.runtime.network import LOOPBACK, address_of, interface_of, listen, mtu_of
 from paceline.tools.doctor import links
 from paceline.tools.doctor.finding import Finding, describe, to_json, worst
-from paceline.tools.doctor.links import (
-    Link,
-    LinkServer,
-    LinkTimes,
-    NodeFacts,
-    format_ms,
-    judge_links,
-    judge_nodes,
-    names_of,
-)
 
 LocalChecks = Callable[[], list[Finding]]
 
@@ -96,13 +86,13 @@ def main(request: ProbeRequest, local_checks: LocalChecks | None = None) -> None
         board.publish("token", secrets.token_hex(links.TOKEN_BYTES))
     token = bytes.fromhex(board.read("token", 0, _STORE_SECONDS))
     address = own_address()
-    with closing(LinkServer(listen(address, None), token)) as server:
+    with closing(links.LinkServer(listen(address, None), token)) as server:
         findings = (local_checks or _machine_checks(request, board.nodes))()
         board.publish("facts", asdict(node_facts(address, server.port, request.device, findings)))
-        nodes = [NodeFacts(**each) for each in board.gather("facts", _CHECK_SECONDS)]
+        nodes = [links.NodeFacts(**each) for each in board.gather("facts", _CHECK_SECONDS)]
         measured = _measure(board, nodes, token)
     is_first = board.node == 0
-    found = [*judge_nodes(nodes), *judge_links(nodes, measured)]
+    found = [*links.judge_nodes(nodes), *links.judge_links(nodes, measured)]
     if is_first:
         board.publish("continues", board.nodes > 1 and worst(found) != "fail")
     if board.read("continues", 0, _SPARE_SECONDS):
@@ -112,7 +102,7 @@ def main(request: ProbeRequest, local_checks: LocalChecks | None = None) -> None
             os._exit(0)  # the thread would keep the process group from closing
         if is_first:
             results = board.gather("all-reduce", ALL_REDUCE_SECONDS + _SPARE_SECONDS)
-            found.append(judge_all_reduce(names_of(nodes), [AllReduceResult(**each) for each in results]))
+            found.append(judge_all_reduce(links.names_of(nodes), [AllReduceResult(**each) for each in results]))
     if is_first:
         _report(request, nodes, measured, found)
 
@@ -139,11 +129,11 @@ class NodeBoard:
         self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
 
     def publish(self, name: str, value: Any) -> None:
-        self._store.set(f"paceline/tools/doctor/{name}/{self.node}", json.dumps(value))
+        self._store.set(f"paceline/doctor/{name}/{self.node}", json.dumps(value))
 
     def read(self, name: str, node: int, seconds: float) -> Any:
         """What a node has published, or will within so many seconds."""
-        key = f"paceline/tools/doctor/{name}/{node}"
+        key = f"paceline/doctor/{name}/{node}"
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.1)))
         except RuntimeError:  # of torch
@@ -165,7 +155,7 @@ def peers_of(node: int, nodes: int) -> list[int]:
     return sorted(set(range(nodes)) - {0}) if node == 0 else sorted(ring - {node})
 
 
-def _measure(board: NodeBoard, nodes: Sequence[NodeFacts], token: bytes) -> list[Link]:
+def _measure(board: NodeBoard, nodes: Sequence[links.NodeFacts], token: bytes) -> list[links.Link]:
     """The links of all nodes, measured one after the other, so that they do not compete."""
     peers = peers_of(board.node, board.nodes)
 
@@ -184,15 +174,15 @@ def _measure(board: NodeBoard, nodes: Sequence[NodeFacts], token: bytes) -> list
     number = sum(len(peers_of(node, board.nodes)) for node in range(board.nodes))
     everything = board.gather("links", number * links.LINK_SECONDS + _SPARE_SECONDS)
     found = [(each, each["times"]) for of_node in everything for each in of_node]
-    return [Link(**{**each, "times": times and LinkTimes(**times)}) for each, times in found]
+    return [links.Link(**{**each, "times": times and links.LinkTimes(**times)}) for each, times in found]
 
 
-def _measure_link(source: int, target: int, there: NodeFacts, token: bytes, error: str) -> Link:
+def _measure_link(source: int, target: int, there: links.NodeFacts, token: bytes, error: str) -> links.Link:
     if error:
-        return Link(source, target, error=error, is_open=False)
-    times: list[LinkTimes] = []
+        return links.Link(source, target, error=error, is_open=False)
+    times: list[links.LinkTimes] = []
     error = _error_of(lambda: times.append(links.measure((there.address, there.port), token)))
-    return Link(source, target, times[0] if times else None, error)
+    return links.Link(source, target, times[0] if times else None, error)
 
 
 def _error_of(attempt: Callable[[], None]) -> str:
@@ -203,8 +193,10 @@ def _error_of(attempt: Callable[[], None]) -> str:
     return ""
 
 
-def _report(request: ProbeRequest, nodes: Sequence[NodeFacts], measured: Sequence[Link], found: list[Finding]) -> None:
-    names = names_of(nodes)
+def _report(
+    request: ProbeRequest, nodes: Sequence[links.NodeFacts], measured: Sequence[links.Link], found: list[Finding]
+) -> None:
+    names = links.names_of(nodes)
     local = [
         replace(Finding(**each), host=name)  # type: ignore[arg-type]
         for name, node in zip(names, nodes, strict=True)
@@ -252,10 +244,10 @@ def _interface_of(address: str) -> str:
     return (interface_of(address) if ":" not in address else None) or ""
 
 
-def node_facts(address: str, port: int, device: str | int | None, findings: Sequence[Finding]) -> NodeFacts:
+def node_facts(address: str, port: int, device: str | int | None, findings: Sequence[Finding]) -> links.NodeFacts:
     """`findings`: of the checks of this machine. `device`: None if GPUs are used where there are any."""
     interface = _interface_of(address)
-    return NodeFacts(
+    return links.NodeFacts(
         host=socket.gethostname(),
         address=address,
         port=port,
@@ -341,5 +333,5 @@ def judge_all_reduce(names: list[str], results: list[AllReduceResult], *, of: st
         first = f"An all-reduce of {of} fails" if of else f"An all-reduce fails first on {name}"
         return Finding("all-reduce", "fail", f"{first}: {error}", "", fix, "" if of else name)
     small, large = (max(getattr(each, size) for each in results) for size in ("small", "large"))
-    times = f"{format_ms(small)} for one number, {format_ms(large)} for 16 MiB"
+    times = f"{links.format_ms(small)} for one number, {links.format_ms(large)} for 16 MiB"
     return Finding("all-reduce", "ok", f"{of or f'{len(names)} nodes'}, {results[0].backend}: {times}")

@@ -43,7 +43,7 @@ class RecipeTrials:
 
     def check(self, space: Sequence[Parameter], metric: str, ranks: int) -> None:
         """Find errors before the first trial: in the bounds and choices of every parameter, and in the metric."""
-        from paceline.train.factory import check
+        from paceline.train.recipe_objects import check
 
         first = {parameter.key: parameter.extremes[0] for parameter in space}
         for key, parameter in zip(first, space, strict=True):
@@ -75,7 +75,7 @@ def _workload(config: Config) -> Workload:
         Trainer.from_config(config).train()
 
     def prepare(world: int) -> None:
-        from paceline.train.factory import check
+        from paceline.train.recipe_objects import check
 
         check(config, world)
 
@@ -109,12 +109,12 @@ def _reported_metrics(config: Config) -> list[str]:
     from torch.utils.data import Subset
 
     from paceline.data import adopt
-    from paceline.train import factory
+    from paceline.train import recipe_objects
     from paceline.train.trainer import Trainer
 
     alone = dict[str, Any](strategy="single", layout=None, run=False, quiet=True, compile=False, loggers=[])
     trainer = Trainer.from_config(config.model_copy(update=alone))
-    _, val = factory.build_data(config)
+    _, val = recipe_objects.build_data(config)
     sets = {
         prefix: Subset(each, range(min(len(each), _SAMPLES))) if hasattr(each, "__getitem__") else each
         for prefix, each in adopt.sets_in(val, config.seed).items()

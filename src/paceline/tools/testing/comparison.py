@@ -166,11 +166,11 @@ def parity(
         True
     """
     import paceline.train.trainer  # noqa: F401  # before ranks are forked, so that it is imported once
-    from paceline.train import factory
+    from paceline.train import recipe_objects
 
     build, recipe_settings = _factory_for(what)
     if recipe_settings and data is None:
-        data, val = factory.build_data(Config.from_dict(recipe_settings))
+        data, val = recipe_objects.build_data(Config.from_dict(recipe_settings))
     val = _limit(val)
     wanted = [ParityLayout.read(text) for text in layouts or (BITS_LAYOUTS if bits else DEFAULT_LAYOUTS)]
     precision = precision or ("fp32" if bits else "fp64")
@@ -196,13 +196,13 @@ def parity(
 
 def _factory_for(what: Any) -> tuple[TrainerFactory, dict[str, Any]]:
     """A function that builds a Trainer, and the settings of the recipe, which the comparison overrides."""
-    from paceline.train.factory import settle
+    from paceline.train.recipe_objects import drop_inherited_options
 
     if callable(what):
         return what, {}
     if not isinstance(what, Config):
         what = Config.from_dict(what) if isinstance(what, Mapping) else Config.from_file(what)
-    what = settle(what)[0]
+    what = drop_inherited_options(what)[0]
     return _from_recipe, {key: value for key, value in what.to_dict().items() if key not in _UNUSED}
 
 

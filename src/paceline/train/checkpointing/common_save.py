@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
 from paceline.run.folder import RunFolder, short
@@ -50,7 +50,7 @@ def common_names(run: RunFolder, reached: Mapping[Path, int]) -> list[str] | Non
 
 def _manifests(run: Path) -> dict[str, Manifest]:
     """By the names of the checkpoints, newest first."""
-    found = directory.candidates(RunFolder(run).checkpoints)
+    found = local_store.candidates(RunFolder(run).checkpoints)
     return {each.folder.name: each.manifest for each in found if each.manifest is not None}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import directory, external
+from paceline.checkpoint import external, local_store
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
@@ -68,7 +68,7 @@ class Restorer:
 
     def load_best(self, *, weights_only: bool) -> dict[str, Any]:
         if self._run.folder is None:
-            raise directory.no_pointer(Path(BEST))
+            raise local_store.no_pointer(Path(BEST))
         return self.load(self._run.folder.best, weights_only=weights_only)
 
     def _load_any(self, path: Path, weights_only: bool) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Restorer:
         self._saver.wait_for_copy()
         self._saver.finish()
         meet()  # rank 0 may still be writing it
-        path = directory.follow_pointer(path, collectives.broadcast_object)
+        path = local_store.follow_pointer(path, collectives.broadcast_object)
         kind = collectives.broadcast_object(_kind(path))
         if kind == "file":
             return self._load_file(path)
@@ -93,7 +93,7 @@ class Restorer:
     def _suggest_intact(self, path: Path) -> str:
         found = None
         if self._engine.world.is_main:
-            found = next((str(each.folder) for each in directory.verified(path.parent, excluding=path)), None)
+            found = next((str(each.folder) for each in local_store.verified(path.parent, excluding=path)), None)
         found = collectives.broadcast_object(found)
         return f"load {found}, the newest intact checkpoint there" if found else "no other checkpoint there is intact"
 
@@ -248,9 +248,9 @@ class Restorer:
         """Load the newest intact checkpoint of a run; False if it has none yet."""
         engine, prefix = self._engine, self._run.log_prefix
         if engine.world.is_main:
-            directory.remove_leftovers(Filesystem(), run.checkpoints)
+            local_store.remove_leftovers(Filesystem(), run.checkpoints)
         collectives.barrier()
-        if not collectives.broadcast_object(bool(directory.candidates(run.checkpoints))):
+        if not collectives.broadcast_object(bool(local_store.candidates(run.checkpoints))):
             engine.log.info(f"{prefix}{run.short} has no checkpoint yet; starting from step 0")
             return False
         common = collectives.broadcast_object(run_on_all_ranks(lambda: self._common(run), "Resuming"))
@@ -273,7 +273,7 @@ class Restorer:
         self, folder: Path, weights_only: bool = False, names: list[str] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Load the newest intact checkpoint, or the first one of `names`. Corrupted ones are skipped with a warning."""
-        found = directory.candidates(folder) if self._engine.world.is_main else []
+        found = local_store.candidates(folder) if self._engine.world.is_main else []
         # Those without optimizer state come last, because a resumed run would differ; and those of a rank that survived
         # others, whose records it does not have, if a scheduled one is near.
         known = [each.manifest for each in found if each.manifest is not None]
@@ -357,7 +357,7 @@ def _is_unrecorded(manifest: manifests.Manifest) -> bool:
 def _kind(path: Path) -> str:
     if path.is_file():
         return "file"
-    is_run = not (path / manifests.NAME).exists() and directory.candidates(_checkpoints_in(path))
+    is_run = not (path / manifests.NAME).exists() and local_store.candidates(_checkpoints_in(path))
     return "run" if is_run else "checkpoint"
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.config.recipe import Config
@@ -39,7 +39,7 @@ from paceline.runtime import collectives, environment
 from paceline.runtime.consistency import ranks_without_access, run_on_all_ranks
 from paceline.runtime.process_group import World
 from paceline.text import numbered
-from paceline.train import factory
+from paceline.train import recipe_objects
 from paceline.train.checks import run_setup
 from paceline.train.recorder import Sinks
 
@@ -144,7 +144,7 @@ class RunHandle:
             warn_of_saves(config, self._log)
         if self.folder is not None and rows is not None and self._world.is_main:
             self._contents = (config, rows)
-            factory.write_run(self.folder, config, rows)
+            recipe_objects.write_run(self.folder, config, rows)
         return str(self.folder) if self.folder else None
 
     def _new_folder(self, name: str | None) -> RunFolder:
@@ -188,7 +188,7 @@ class RunHandle:
 
     def open_sinks(self, config: Config) -> Sinks:
         """Open the destinations of this rank's records. A save flushes them first."""
-        self.sinks = factory.open_sinks(config, self.folder, self._world, self._recreate)
+        self.sinks = recipe_objects.open_sinks(config, self.folder, self._world, self._recreate)
         return self.sinks
 
     def before_save(self) -> None:
@@ -223,7 +223,7 @@ class RunHandle:
         try:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             if self._contents is not None:
-                factory.write_run(self.folder, *self._contents)
+                recipe_objects.write_run(self.folder, *self._contents)
         except OSError as error:
             raise not_usable(self.folder.path, error.strerror or str(error)) from error
         if self._lock is not None:
@@ -319,7 +319,7 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     """The path in `resume`, if it is a checkpoint or a weights file, from which a new run starts."""
     if config.resume is None or config.resume == "auto":
         return None
-    path = directory.follow_pointer(Path(config.resume).absolute())
+    path = local_store.follow_pointer(Path(config.resume).absolute())
     return path if (path / manifests.NAME).exists() or path.is_file() else None
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.checkpoint.state import Snapshot, TrainingState
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
@@ -120,7 +120,7 @@ class Saver:
             self._run.before_save()
             snapshot = self._capture()
             self._pending = self._open_writer().begin(
-                self._run.checkpoints / directory.step_name(step),
+                self._run.checkpoints / local_store.step_name(step),
                 snapshot.tensors,
                 self._describe(snapshot, True),
                 volatile=snapshot.volatile,
@@ -130,7 +130,7 @@ class Saver:
                 after=lambda folder: self._committed(folder, best),
             )
         self._pending_step = self._saved = step
-        self._engine.updater.before_change = self.wait_for_copy
+        self._engine.updater.before_update = self.wait_for_copy
 
     def _describe(self, snapshot: Snapshot, include_optimizer: bool, *, recorded: bool = True) -> Description:
         engine = self._engine
@@ -156,18 +156,18 @@ class Saver:
     def _committed(self, folder: Path, best: bool) -> None:
         """Update the pointers, then remove old checkpoints. Called on rank 0, on the writing thread."""
         disk, config = Filesystem(), self._config
-        directory.write_pointer(disk, folder.parent, LATEST, [folder.name])
+        local_store.write_pointer(disk, folder.parent, LATEST, [folder.name])
         if best:
             self._point_to_best(folder.name)
         if config.keep is not None:
-            directory.prune(disk, folder.parent, config.keep, config.keep_every)
+            local_store.prune(disk, folder.parent, config.keep, config.keep_every)
 
     def _point_to_best(self, name: str) -> None:
         """Add a checkpoint to the best ones, newest first, because each is better than the previous ones."""
         if self._engine.world.is_main and self._run.checkpoints is not None:
-            before = [each for each in directory.read_pointer(self._run.checkpoints, BEST) if each != name]
+            before = [each for each in local_store.read_pointer(self._run.checkpoints, BEST) if each != name]
             try:
-                directory.write_pointer(
+                local_store.write_pointer(
                     Filesystem(), self._run.checkpoints, BEST, [name, *before][: self._config.keep_best]
                 )
             except OSError as error:  # not fatal: the checkpoint is intact
@@ -175,7 +175,7 @@ class Saver:
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""
-        self._engine.updater.before_change = None
+        self._engine.updater.before_update = None
         if self._pending is not None:
             with self._engine.telemetry.saving():
                 self._pending.wait_for_copy()
@@ -199,7 +199,7 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._engine.updater.before_change = None
+        self._engine.updater.before_update = None
         telemetry = self._engine.telemetry
         try:
             with telemetry.saving():
@@ -294,7 +294,7 @@ class Saver:
             return f"step {step} was not saved: {why}, and not all ranks reached the save"
         if alone and not engine.world.is_main:
             return None
-        target = directory.unused_name(self._run.checkpoints / directory.step_name(step))
+        target = local_store.unused_name(self._run.checkpoints / local_store.step_name(step))
         since = step - (self._run.began_at if last is None else last)
         spare = not recorded and self._run.parent is not None and since <= few_steps(self._config)
         after = None if spare else partial(self._committed, best=False)

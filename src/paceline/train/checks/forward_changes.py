@@ -37,7 +37,7 @@ from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import preserve_rng_state
 from paceline.text import listed
 from paceline.train.checks import snapshot
-from paceline.train.checks.loss_halves import not_checked
+from paceline.train.checks.split_invariance import not_checked
 
 TOLERANCE = 1e-6  # above the rounding of kernels that are not deterministic
 _OF_MODULES = frozenset(vars(nn.Module()))

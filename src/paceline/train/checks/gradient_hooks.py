@@ -7,8 +7,8 @@ the reduced gradient of the full parameter. Handles stay valid: removing one has
 Hooks on tensors and modules, and autograd functions, see gradients of activations. A backward usually starts from the
 gradient of a rank's own mean, because DDP and FSDP average the gradients of parameters over ranks; that of an
 activation is then larger than in one process. It makes a difference to code that is not linear: clamping, a threshold,
-a log. If `BackwardWatch` finds such code, backwards start from the gradient of the global mean instead
-(`Stepper.start_from_global_mean`).
+a log. If `BackwardInspector` finds such code, backwards start from the gradient of the global mean instead
+(`TrainStep.start_from_global_mean`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _post_accumulate_error(name: str) -> TrainError:
     )
 
 
-class BackwardWatch(TorchFunctionMode):
+class BackwardInspector(TorchFunctionMode):
     """Within this context, notes what sees gradients of activations in a forward and a backward of `model`."""
 
     def __init__(self, model: nn.Module) -> None:

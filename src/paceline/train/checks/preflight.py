@@ -30,9 +30,9 @@ from paceline.errors import DataError, LayoutError, TrainError
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.models.weights import checksum
-from paceline.parallel.compose import Wrapped
+from paceline.parallel.dynamic_ddp import DynamicDDP, Forward
 from paceline.parallel.fsdp import unreached
-from paceline.parallel.replicas import Forward, Replicas
+from paceline.parallel.parallelize import Wrapped
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -151,7 +151,7 @@ def _require_plain(loss: Any) -> None:
         )
 
 
-def require_gradients(model: nn.Module, replicas: Replicas) -> None:
+def require_gradients(model: nn.Module, replicas: DynamicDDP) -> None:
     """Call after the last backward of a step: in the next collective, ranks would exchange gradients for other data."""
     unused = replicas.without_gradient()
     if unused:

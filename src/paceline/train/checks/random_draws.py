@@ -34,7 +34,7 @@ from paceline.runtime.rng import drawn_between, positions
 from paceline.runtime.sample_keys import SampleKeys
 from paceline.train.checks import snapshot
 from paceline.train.checks.forward_changes import TOLERANCE, trial_loss
-from paceline.train.checks.loss_halves import not_checked
+from paceline.train.checks.split_invariance import not_checked
 
 _Run = Callable[[Any], Any]
 _SHOWN = 4

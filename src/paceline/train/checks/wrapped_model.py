@@ -59,7 +59,7 @@ _REFUSED = {
 _BUILT_IN = {"ALLREDUCE": allreduce_hook, "FP16_COMPRESS": fp16_compress_hook}  # the same arithmetic in Python
 
 
-def take_over(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[nn.Module, Config, CommHook | None]:
+def unwrap_model(model: nn.Module, config: Config, ranks: int, log: Log) -> tuple[nn.Module, Config, CommHook | None]:
     """The model without its wrappers, the recipe with what they ask for, and the communication hook of DDP."""
     hook: CommHook | None = None
     while isinstance(model, (nn.DataParallel, DistributedDataParallel, OptimizedModule)):

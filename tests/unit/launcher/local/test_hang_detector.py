@@ -13,7 +13,7 @@ import pytest
 
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame, ranks_from_json
-from paceline.diagnose.patience import LASTING, Standstill
+from paceline.diagnose.progress_limits import LASTING, NoProgress
 from paceline.launcher.local import hang_detector
 from paceline.launcher.local.hang_detector import HangDetector, HangPolicy
 from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment, RankLogs
@@ -43,12 +43,12 @@ stand()
 
 class Heard(AgentObserver):
     def __init__(self) -> None:
-        self.reports: list[tuple[Standstill, Sequence[RankEvidence]]] = []
+        self.reports: list[tuple[NoProgress, Sequence[RankEvidence]]] = []
         self.answers: list[tuple[Sequence[RankEvidence], float, float]] = []
         self.ended: list[float] = []
         self.asks = False
 
-    def standstill(self, found: Standstill, ranks: Sequence[RankEvidence]) -> None:
+    def standstill(self, found: NoProgress, ranks: Sequence[RankEvidence]) -> None:
         self.reports.append((found, ranks))
 
     def continued(self, seconds: float) -> None:
@@ -315,7 +315,7 @@ def test_a_rank_is_reported_when_those_of_other_nodes_have_ended(node: Node) -> 
 
 STACK = (StackFrame("read_image", "/home/me/data.py", 88),)
 RANKS = [RankEvidence(rank, pid=1 + rank, stack=STACK) for rank in (0, 1)]
-FOUND = Standstill(2.3, 2.0, "20 × the median step of 0.1 s", "training")
+FOUND = NoProgress(2.3, 2.0, "20 × the median step of 0.1 s", "training")
 
 
 def policy(folder: Path, generation: int = 0, **options: Any) -> HangPolicy:

@@ -16,7 +16,7 @@ from paceline.models.mlp import MLP
 from paceline.models.resnet import BasicBlock, ResNet, _small_stem
 from paceline.parallel.pipeline.schedule_runner import build_stages
 from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model, remove_other_stages
-from paceline.train import factory
+from paceline.train import recipe_objects
 
 
 def gpt(**options: Any) -> GPT:
@@ -108,7 +108,7 @@ def test_a_model_that_cannot_be_partitioned_is_refused(model: Any, settings: dic
 def test_a_recipe_that_cannot_be_partitioned_is_refused_before_ranks_start() -> None:
     recipe = {"model": {"name": "gpt", "layers": 3}, "data": {"name": "stdlib-text"}, "batch": 8, "strategy": "pp"}
     config = Config.from_dict({**recipe, "train": {"max_steps": 1}})
-    factory.check(config, 3)
+    recipe_objects.check(config, 3)
     with pytest.raises(LayoutError) as found:
-        factory.check(config, 4)
+        recipe_objects.check(config, 4)
     assert found.value.code == "layout.too-few-blocks"

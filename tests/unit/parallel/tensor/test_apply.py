@@ -15,7 +15,7 @@ from paceline.errors import LayoutError
 from paceline.models.gpt import GPT
 from paceline.models.spec import plan_of
 from paceline.parallel.tensor.apply import check_plan
-from paceline.train import factory
+from paceline.train import recipe_objects
 
 
 def on_meta(**options: Any) -> nn.Module:
@@ -79,7 +79,7 @@ def test_the_tensor_plan_of_a_hugging_face_model_is_translated() -> None:
 def test_the_launcher_refuses_before_ranks_start() -> None:
     recipe = tiny.recipe("gpt", layout={"tensor": 4}, batch=8)
     with pytest.raises(LayoutError) as caught:
-        factory.check(Config.from_dict(recipe), 4)
+        recipe_objects.check(Config.from_dict(recipe), 4)
     assert caught.value.code == "layout.heads-not-divisible"
-    factory.check(Config.from_dict({**recipe, "layout": {"tensor": 2, "replicate": 2}}), 4)
-    factory.check(Config.from_dict(tiny.recipe("llama", layout={"tensor": 2}, batch=8)), 2)
+    recipe_objects.check(Config.from_dict({**recipe, "layout": {"tensor": 2, "replicate": 2}}), 4)
+    recipe_objects.check(Config.from_dict(tiny.recipe("llama", layout={"tensor": 2}, batch=8)), 2)

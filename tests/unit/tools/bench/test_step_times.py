@@ -10,7 +10,7 @@ import torch
 from paceline import Config
 from paceline.tools.bench import step_times
 from paceline.tools.bench.step_times import StepTimes, TimedTrainer
-from paceline.train import factory
+from paceline.train import recipe_objects
 
 RECIPE = {
     "model": {"name": "mlp", "inputs": 64, "width": 16},
@@ -27,7 +27,7 @@ def trained(steps: int, **changes: object) -> TimedTrainer:
     config = Config.from_dict({**RECIPE, **changes})
     trainer = TimedTrainer.from_config(config)
     assert isinstance(trainer, TimedTrainer)
-    trainer.train(factory.build_data(config)[0], max_steps=steps)
+    trainer.train(recipe_objects.build_data(config)[0], max_steps=steps)
     return trainer
 
 
@@ -53,7 +53,7 @@ def test_micro_batches_of_a_step_are_added() -> None:
 def test_training_is_the_same_as_without_timing() -> None:
     timed, plain = trained(4), Config.from_dict(RECIPE)
     trainer = step_times.Trainer.from_config(plain)
-    trainer.train(factory.build_data(plain)[0], max_steps=4)
+    trainer.train(recipe_objects.build_data(plain)[0], max_steps=4)
     for name, weights in trainer.model.state_dict().items():
         assert torch.equal(weights, timed.model.state_dict()[name])
 

@@ -19,7 +19,7 @@ from worlds import ranks
 
 def test_a_late_copy_holds_the_weights_and_not_the_averages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind the save of an epoch's last step comes its evaluation, with the averages in the model's place."""
-    settled, at_once, settle = threading.Event(), host_copy._copy_all, host_copy.HostCopy.wait_for_copy
+    settled, at_once, drop_inherited_options = threading.Event(), host_copy._copy_all, host_copy.HostCopy.wait_for_copy
 
     def late(pairs: Any) -> None:
         settled.wait(60)
@@ -27,7 +27,7 @@ def test_a_late_copy_holds_the_weights_and_not_the_averages(tmp_path: Path, monk
 
     def settling(copy: Any) -> None:
         settled.set()
-        settle(copy)
+        drop_inherited_options(copy)
 
     monkeypatch.setattr(host_copy, "_cores_are_busy", lambda: False)
     monkeypatch.setattr(host_copy, "_copy_all", late)

@@ -20,7 +20,7 @@ from paceline.config.recipe import Config
 from paceline.errors import LayoutError, TrainError
 from paceline.log import rank_log
 from paceline.train.checks import wrapped_model
-from paceline.train.checks.wrapped_model import hook_of, take_over
+from paceline.train.checks.wrapped_model import hook_of, unwrap_model
 
 
 def wrapped(*gpus: int) -> nn.Module:
@@ -52,7 +52,7 @@ def test_data_parallel_uses_its_gpus_or_is_warned_about(
 ) -> None:
     monkeypatch.setattr(wrapped_model, "gpus", lambda: [torch.device("cuda", 0), torch.device("cuda", 1)])
     config = Config.from_dict(settings)
-    assert take_over(model, config, ranks, rank_log(0))[1].strategy == strategy
+    assert unwrap_model(model, config, ranks, rank_log(0))[1].strategy == strategy
     assert ("start one rank per GPU with paceline launch" in capsys.readouterr().out) == warns
 
 
@@ -71,7 +71,7 @@ def group() -> Iterator[None]:
 
 
 def taken(model: nn.Module) -> Config:
-    return take_over(model, Config.from_dict({}), 1, rank_log(0, quiet=True))[1]
+    return unwrap_model(model, Config.from_dict({}), 1, rank_log(0, quiet=True))[1]
 
 
 @pytest.mark.usefixtures("group")
@@ -91,7 +91,7 @@ def test_the_communication_hook_of_ddp_is_taken_along() -> None:
     wrapped = DistributedDataParallel(tiny.classifier())
     assert hook_of(wrapped) is None
     wrapped.register_comm_hook(state, fp16_compress_hook)
-    hook = take_over(wrapped, Config.from_dict({}), 1, rank_log(0, quiet=True))[2]
+    hook = unwrap_model(wrapped, Config.from_dict({}), 1, rank_log(0, quiet=True))[2]
     assert hook is not None and (hook.reduce, hook.state) == (fp16_compress_hook, state)
     for built_in, function in [("ALLREDUCE", allreduce_hook), ("FP16_COMPRESS", fp16_compress_hook)]:
         wrapped = DistributedDataParallel(tiny.classifier())
@@ -112,7 +112,7 @@ def test_what_ddp_has_no_setting_for_is_refused() -> None:
         taken(stepping)
     part = nn.Sequential(DistributedDataParallel(tiny.classifier()))
     with pytest.raises(LayoutError, match=r"module 0 is in DistributedDataParallel"):
-        take_over(part, Config.from_dict({}), 2, rank_log(0))
+        unwrap_model(part, Config.from_dict({}), 2, rank_log(0))
 
 
 def test_a_compiled_model_keeps_its_graph_and_its_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame
-from paceline.diagnose.patience import Standstill
-from paceline.launcher.cluster import inquiry
+from paceline.diagnose.progress_limits import NoProgress
+from paceline.launcher.cluster import hang_vote
 from paceline.launcher.cluster.channel import Channel, Message
-from paceline.launcher.cluster.inquiry import HangInquiry
+from paceline.launcher.cluster.hang_vote import HangVote
 from paceline.launcher.cluster.membership import NodeMember
 
 
@@ -28,7 +28,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time passes where a test says so."""
     made = Clock()
-    monkeypatch.setattr(inquiry.time, "monotonic", made.read)
+    monkeypatch.setattr(hang_vote.time, "monotonic", made.read)
     return made
 
 
@@ -54,13 +54,13 @@ class Job:
         self.shown: list[Message] = []
         self.nodes = [node(0), node(1)]
         spec = LaunchSpec(**options)
-        self.inquiry = HangInquiry(spec, lambda: self.nodes, self._send, self.shown.append)
+        self.inquiry = HangVote(spec, lambda: self.nodes, self._send, self.shown.append)
 
     def _send(self, to: NodeMember, message: Message) -> None:
         self.sent.append((to.node, message))
 
     def standstill(self, *, lasts: bool = True) -> None:
-        found = Standstill(2.5, 2.0, "at least 2 s", "training", lasts)
+        found = NoProgress(2.5, 2.0, "at least 2 s", "training", lasts)
         message = {"kind": "standstill", **found._asdict(), **evidence(0, waits=True)}
         self.inquiry.handle(self.nodes[0], message)
 
@@ -160,7 +160,7 @@ def test_an_invalid_answer_is_an_error_of_its_node(changes: dict[str, Any]) -> N
 def test_ranks_that_are_idle_at_their_end_are_judged_once_other_nodes_have_had_their_limit() -> None:
     """The ranks of another node may compute: whether they do is counted there from the question on."""
     job = Job()
-    found = Standstill(61.0, 60.0, "fixed", "exit", False)
+    found = NoProgress(61.0, 60.0, "fixed", "exit", False)
     job.inquiry.handle(job.nodes[0], {"kind": "standstill", **found._asdict(), **evidence(0, waits=False)})
     assert job.sent == [(1, {"kind": "inquire", "at_exit": True})]
     job.answer(still=0.0, limit=60.0)

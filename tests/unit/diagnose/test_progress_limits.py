@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.diagnose.patience import Observation, Patience, Standstill
+from paceline.diagnose.progress_limits import NoProgress, Observation, ProgressLimits
 
 POLL = 0.25
 
@@ -17,9 +17,9 @@ class Run:
     """Ranks whose progress is written down in advance, and their observer."""
 
     def __init__(self, world: int = 2) -> None:
-        self.patience, self.now = Patience(), 0.0
+        self.patience, self.now = ProgressLimits(), 0.0
         self.ranks = {rank: Observation("training", counters=(0,)) for rank in range(world)}
-        self.reports: list[tuple[float, Standstill]] = []
+        self.reports: list[tuple[float, NoProgress]] = []
         self._next = 0.0
 
     def wait(self, seconds: float) -> None:
@@ -270,7 +270,7 @@ def test_a_standstill_is_reported_again_while_it_lasts_and_its_end_is_told() -> 
 
 
 def test_an_observer_that_was_stopped_too_does_not_count_that_time() -> None:
-    patience, ranks = Patience(), {0: Observation("training")}
+    patience, ranks = ProgressLimits(), {0: Observation("training")}
     for number in range(40):
         patience.observe(0.1 * number, {0: Observation("training", step=number)})
         ranks = {0: Observation("training", step=number)}

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.evidence import Hang, RankEvidence, ranks_from_json
-from paceline.diagnose.patience import EXIT, Standstill
+from paceline.diagnose.progress_limits import EXIT, NoProgress
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.membership import NodeMember
 from paceline.launcher.local.hang_detector import HangReporter
@@ -21,7 +21,7 @@ _ANSWER_SECONDS = 2.0  # for the nodes to answer
 _SILENT_SECONDS = 2.0  # without a heartbeat, after which a node may be about to be lost
 
 
-class HangInquiry:
+class HangVote:
     """`members`: the nodes of the job; `send` sends a message to a node, `notify` shows one here."""
 
     def __init__(
@@ -36,7 +36,7 @@ class HangInquiry:
 
     def reset(self) -> None:
         """Before a generation starts."""
-        self._open: _OpenInquiry | None = None
+        self._open: _OpenVote | None = None
         self._reporter = HangReporter(self._spec, self._publish)
 
     @property
@@ -48,7 +48,7 @@ class HangInquiry:
         """`standstill`, `evidence` or `continued` of a node."""
         if message["kind"] == "standstill":
             if self._open is None and self._reporter.is_due(lasts=bool(message["lasts"])):
-                self._open = _OpenInquiry(member, message)
+                self._open = _OpenVote(member, message)
                 self._ask(self._open)
         elif message["kind"] == "evidence" and self._open is not None:
             self._open.add(member, message)
@@ -72,7 +72,7 @@ class HangInquiry:
             return self.hang is not None
         return False
 
-    def _ask(self, inquiry: _OpenInquiry) -> None:
+    def _ask(self, inquiry: _OpenVote) -> None:
         for member in inquiry.ask([each for each in self._members() if each.is_busy]):
             self._send(member, {"kind": "inquire", "at_exit": inquiry.found.phase == EXIT})
 
@@ -84,13 +84,13 @@ class HangInquiry:
         self._notify(shown)
 
 
-class _OpenInquiry:
+class _OpenVote:
     """Opened by the message `standstill` of a node, which includes its evidence."""
 
     def __init__(self, first: NodeMember, message: Message) -> None:
         seconds, limit = float(message["seconds"]), float(message["limit"])
         self.first = first
-        self.found = Standstill(seconds, limit, str(message["why"]), str(message["phase"]), bool(message["lasts"]))
+        self.found = NoProgress(seconds, limit, str(message["why"]), str(message["phase"]), bool(message["lasts"]))
         self._began = time.monotonic() - seconds
         self._evidence = {first: _evidence(first, message)}
         self._asked: list[NodeMember] = []

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import paceline
 from paceline import dist
-from paceline.train.checks import loss_halves
+from paceline.train.checks import split_invariance
 from worlds import ranks
 
 
@@ -394,7 +394,7 @@ def test_a_loss_over_the_samples_of_all_ranks_depends_on_micro_batches_only() ->
     whole, accumulated = trained(over_all_ranks), trained(over_all_ranks, accumulate=2)
     others = [trained(loss_fn) for loss_fn in (gathered_without_gradients, with_a_number_of_all_ranks)]
     if dist.rank() == 0:
-        assert whole == [("INFO", loss_halves.GATHERS)]
+        assert whole == [("INFO", split_invariance.GATHERS)]
         assert [level for level, _ in accumulated] == ["WARNING"]
         for found in others:
             assert [level for level, _ in found] == ["WARNING"]

@@ -38,8 +38,8 @@ from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule, changed_kind
-from paceline.parallel.compose import Wrapped
-from paceline.parallel.replicas import CarriedWeight, Replicas
+from paceline.parallel.dynamic_ddp import DynamicDDP, WeightInBucket
+from paceline.parallel.parallelize import Wrapped
 from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.plan.network_model import Traffic
 from paceline.precision.policies import Scaler
@@ -65,7 +65,7 @@ def run_backward(value: Tensor, seed: Tensor, *more: tuple[Tensor, Tensor]) -> N
             root.backward(gradient)
 
 
-class Stepper:
+class TrainStep:
     """Runs the micro-batches of a step and keeps their losses."""
 
     def __init__(
@@ -83,13 +83,13 @@ class Stepper:
         self._ranks, self._world, self._reports_loss = mesh.data_ranks, mesh.degrees.world, mesh.reports_loss
         self._mesh, self._local_steps = mesh, local_steps
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
-        self._replicas = wrapped.forward if isinstance(wrapped.forward, Replicas) else None
+        self._replicas = wrapped.forward if isinstance(wrapped.forward, DynamicDDP) else None
         self._scaler = scaler if scaler.is_enabled() else None
         self.watch = watch  # checks `losses` after the last backward of a step
         self._alone = mesh.data_ranks == 1
         # Of plain means. None: one.
         self.constant_factor: float | None = None
-        if self._scaler is not None and type(self) is Stepper and local_steps is None and not self._alone:
+        if self._scaler is not None and type(self) is TrainStep and local_steps is None and not self._alone:
             # Gradients of activations are those of one process, so the same scale does not overflow on more ranks only.
             self._ranks, self.constant_factor = 1, float(mesh.data_ranks)
         self._always_weighs = mesh.data_ranks > 1 or wrapped.slices
@@ -115,7 +115,7 @@ class Stepper:
         self._mean_weight: Tensor | float | None = None  # the nominal weight of means in this step
         self._samples = 0  # of this rank
         self._pending: torch_dist.Work | None = None
-        self._carried: CarriedWeight | None = None  # what reduces the weight of this step
+        self._carried: WeightInBucket | None = None  # what reduces the weight of this step
 
     def weigh(self, *, several: bool) -> None:
         """Weight means by what they were divided by, if a step averages several of them."""
@@ -193,7 +193,7 @@ class Stepper:
             self.losses.append((loss, weight))
         if self._module.metrics is not None:
             self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
-        if self._replicas is not None and self._replicas.expects_weight:
+        if self._replicas is not None and self._replicas.sends_weight:
             run_backward(value, seed, self._carry_weight(micro, self._replicas))
             return loss
         if self.data_weighted and micro.last:
@@ -219,9 +219,9 @@ class Stepper:
     def _count(self, micro: MicroBatch) -> None:
         self._samples = self._samples + micro.samples if micro.group else micro.samples
 
-    def _carry_weight(self, micro: MicroBatch, replicas: Replicas) -> tuple[Tensor, Tensor]:
+    def _carry_weight(self, micro: MicroBatch, replicas: DynamicDDP) -> tuple[Tensor, Tensor]:
         """The parameter that is reduced with the gradients of this backward, and its gradient: the weight so far."""
-        self._carried, replicas.expects_weight = replicas.carried, False
+        self._carried, replicas.sends_weight = replicas.carried, False
         assert self._carried is not None
         self._set_nominal(micro)
         digits = self._carried.gradient(float(self._local_weight()), float(self._nominal))

@@ -224,7 +224,7 @@ def _original_name(moved: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCheckpoint:
     """A folder that looks like a checkpoint. `manifest` is None if it can't be read."""
 
     folder: Path
@@ -232,7 +232,7 @@ class Found:
     problem: CheckpointError | None = None
 
 
-def candidates(folder: Path) -> list[Found]:
+def candidates(folder: Path) -> list[StoredCheckpoint]:
     """The checkpoints in a folder, newest first. Checks file sizes, not hashes. Checkpoints without a readable manifest
     are sorted by modification time."""
     found = []
@@ -242,13 +242,13 @@ def candidates(folder: Path) -> list[Found]:
         looks = path.name.startswith("step-") or (path / manifests.NAME).exists()
         if path.is_dir() and not path.is_symlink() and looks:
             try:
-                found.append(Found(path, open_checkpoint(path).manifest))
+                found.append(StoredCheckpoint(path, open_checkpoint(path).manifest))
             except CheckpointError as problem:
-                found.append(Found(path, None, problem))
+                found.append(StoredCheckpoint(path, None, problem))
     return sorted(found, key=_age, reverse=True)
 
 
-def _age(found: Found) -> tuple[str, int]:
+def _age(found: StoredCheckpoint) -> tuple[str, int]:
     if found.manifest is not None:
         return (found.manifest.created, found.manifest.step)
     # The best guess: a copy may have changed the folder's modification time.

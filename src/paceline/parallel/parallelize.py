@@ -1,6 +1,6 @@
 """Applies the passes of a layout, in the order defined and explained in `plan/passes.py`.
 
-Each pass is a function of another module, independent of the other passes. The `Composition` provides what belongs to
+Each pass is a function of another module, independent of the other passes. The `PassContext` provides what belongs to
 other layers: dtypes, the context of the forward, the module that computes the loss.
 """
 
@@ -22,12 +22,12 @@ from paceline.models.spec import find_blocks
 from paceline.models.weights import convert_weights
 from paceline.parallel.compile import ShortBatches, compile_model, require_compiler
 from paceline.parallel.data_parallel import CommHook, DataParallel, gpus, replicate
+from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import reduce_unused, shard, without_all_reduce
 from paceline.parallel.meta_init import is_meta, materialize
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner, Stage, build_stages
 from paceline.parallel.pipeline.stage_partition import AbsentLayer, StagePartition, partition_model, remove_other_stages
 from paceline.parallel.recompute import recompute
-from paceline.parallel.replicas import Replicas
 from paceline.parallel.same_call import Agreement
 from paceline.parallel.shards import broadcast_weights
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
@@ -43,7 +43,7 @@ NoSync = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
-class Composition:
+class PassContext:
     """Input of the passes."""
 
     config: Config
@@ -52,13 +52,13 @@ class Composition:
     convert: Callable[[nn.Module], None]  # casts the parameters to the dtype they are trained in
     autocast: Callable[[torch.device], ForwardContext | None]  # the context of a forward on that device
     gather_dtype: torch.dtype | None  # dtype in which FSDP2 gathers parameters; None: unchanged
-    build_step: Callable[[Subject, ForwardContext | None], nn.Module]  # the module that computes the loss
+    build_step: Callable[[ModelParts, ForwardContext | None], nn.Module]  # the module that computes the loss
     comm_hook: CommHook | None = None  # reduces the gradients of DDP
     traffic: Traffic | None = None  # counts the bytes that are sent in a step; None: they are not counted
 
 
 @dataclass
-class Subject:
+class ModelParts:
     """The state that the passes modify."""
 
     model: nn.Module
@@ -81,7 +81,7 @@ class Wrapped:
     slices: bool = False
 
 
-def compose(subject: Subject, context: Composition) -> Wrapped:
+def parallelize(subject: ModelParts, context: PassContext) -> Wrapped:
     """Apply the passes on the model, build the step, and apply the passes on the step."""
     passes = passes_for(context.config, context.mesh.degrees)
     _execute([each for each in passes if each.target == "model"], subject, context)
@@ -92,7 +92,7 @@ def compose(subject: Subject, context: Composition) -> Wrapped:
     return Wrapped(subject.forward, subject.no_sync, subject.slices)
 
 
-def change_recompute(subject: Subject, context: Composition) -> None:
+def change_recompute(subject: ModelParts, context: PassContext) -> None:
     """Switch a composed model to the `recompute` of the config."""
     context.log.info(_recompute(subject, context))
     if context.config.compile:
@@ -100,14 +100,14 @@ def change_recompute(subject: Subject, context: Composition) -> None:
         context.log.info(_compile(subject, context))
 
 
-def _execute(passes: list[Pass], subject: Subject, context: Composition) -> None:
+def _execute(passes: list[Pass], subject: ModelParts, context: PassContext) -> None:
     for each in passes:
         line = APPLY[each.name](subject, context)
         if line is not None:
             context.log.info(line)
 
 
-def _build_step(subject: Subject, context: Composition) -> nn.Module:
+def _build_step(subject: ModelParts, context: PassContext) -> nn.Module:
     forward_context = _forward_context(subject, context.mesh.device)
     if context.config.compile:
         forward_context = MultiContext([ShortBatches(), forward_context])
@@ -118,7 +118,7 @@ def _build_step(subject: Subject, context: Composition) -> nn.Module:
     return context.build_step(subject, forward_context)
 
 
-def _forward_context(subject: Subject, device: torch.device) -> ForwardContext | None:
+def _forward_context(subject: ModelParts, device: torch.device) -> ForwardContext | None:
     """The context of the forward, for each type of device that holds parameters."""
     if subject.autocast is None:
         return None
@@ -128,12 +128,12 @@ def _forward_context(subject: Subject, device: torch.device) -> ForwardContext |
     return MultiContext([subject.autocast(torch.device(each)) for each in types])
 
 
-def _precision(subject: Subject, context: Composition) -> None:
+def _precision(subject: ModelParts, context: PassContext) -> None:
     context.convert(subject.model)
     subject.autocast = context.autocast
 
 
-def _place(subject: Subject, context: Composition) -> str | None:
+def _place(subject: ModelParts, context: PassContext) -> str | None:
     device = context.mesh.device
     if is_meta(subject.model):
         materialize(subject.model, subject.model, device, context.config.seed)
@@ -143,7 +143,7 @@ def _place(subject: Subject, context: Composition) -> str | None:
     return None
 
 
-def _split(subject: Subject, context: Composition) -> str:
+def _split(subject: ModelParts, context: PassContext) -> str:
     if is_meta(subject.model):
         materialize(subject.model, subject.model, torch.device("cpu"), context.config.seed)
     if spans_devices(subject.model):
@@ -154,17 +154,17 @@ def _split(subject: Subject, context: Composition) -> str:
 _ALREADY_PLACED = "placement: unchanged, the model is already on several devices"
 
 
-def _broadcast(subject: Subject, context: Composition) -> None:
+def _broadcast(subject: ModelParts, context: PassContext) -> None:
     broadcast_weights(subject.model, context.mesh.device)
 
 
-def _channels_last(subject: Subject, context: Composition) -> str:
+def _channels_last(subject: ModelParts, context: PassContext) -> str:
     if is_sharded(context.config, context.mesh.degrees):
         return "channels_last: images only, because FSDP2 gathers contiguous parameters"
     return f"channels_last: images and {plural(convert_weights(subject.model), 'parameter')}"
 
 
-def _pipeline(subject: Subject, context: Composition) -> str:
+def _pipeline(subject: ModelParts, context: PassContext) -> str:
     """Partition the model and remove the stages of other ranks."""
     model, config, mesh = subject.model, context.config, context.mesh
     partition = partition_model(model, config.pipeline, mesh.degrees.pipeline)
@@ -179,7 +179,7 @@ def _pipeline(subject: Subject, context: Composition) -> str:
     return f"pipeline: {len(partition.stages)} stages, layers: {partition}"
 
 
-def _sync_batchnorm(subject: Subject, context: Composition) -> str | None:
+def _sync_batchnorm(subject: ModelParts, context: PassContext) -> str | None:
     changed = convert_sync_batchnorm(subject.model, context.mesh.data_group, context.traffic)
     changed += synchronize_instance_norms(subject.model, context.mesh.data_group)
     others = unconverted(subject.model)
@@ -193,21 +193,21 @@ def _sync_batchnorm(subject: Subject, context: Composition) -> str | None:
     return f"sync_batchnorm: {plural(len(changed), 'layer')}, statistics over {ranks}"
 
 
-def _tensor(subject: Subject, context: Composition) -> str:
+def _tensor(subject: ModelParts, context: PassContext) -> str:
     return apply_tensor_parallel(subject.model, context.mesh, context.config.tensor)
 
 
-def _recompute(subject: Subject, context: Composition) -> str:
+def _recompute(subject: ModelParts, context: PassContext) -> str:
     return recompute(subject.model, context.config.recompute, subject.blocks, context.log.warning)
 
 
-def _compile(subject: Subject, context: Composition) -> str:
+def _compile(subject: ModelParts, context: PassContext) -> str:
     if subject.model._compiled_call_impl is None:
         require_compiler(context.mesh.device)
     return compile_model(subject.model, context.config.compile, subject.blocks)
 
 
-def _fsdp(subject: Subject, context: Composition) -> str | None:
+def _fsdp(subject: ModelParts, context: PassContext) -> str | None:
     assert subject.step is not None
     config, mesh, line = context.config, context.mesh, None
     if subject.runner is not None:
@@ -234,7 +234,7 @@ _GATHERED_AT_ONCE = (
 )
 
 
-def _shard_stages(stages: list[Stage], context: Composition) -> list[FSDPModule]:
+def _shard_stages(stages: list[Stage], context: PassContext) -> list[FSDPModule]:
     """Shard each stage separately, as the schedule runs them separately. Parameters stay gathered over all
     micro-batches of a step."""
     settings = context.config.fsdp.model_copy(update={"reshard": False})
@@ -244,7 +244,7 @@ def _shard_stages(stages: list[Stage], context: Composition) -> list[FSDPModule]
     return [cast(FSDPModule, stage) for stage in stages]
 
 
-def _ddp(subject: Subject, context: Composition) -> None:
+def _ddp(subject: ModelParts, context: PassContext) -> None:
     assert subject.step is not None
     config, mesh = context.config, context.mesh
     build = partial(
@@ -259,12 +259,12 @@ def _ddp(subject: Subject, context: Composition) -> None:
     if size is None and config.sync is not None and config.sync.compress == "powersgd":
         # No small first bucket: its factors are sent in no time, but each bucket waits twice for the slowest rank.
         size = 25.0
-    replicas = Replicas(subject.step, build, context.log, Agreement(config.timeout), size, context.comm_hook)
+    replicas = DynamicDDP(subject.step, build, context.log, Agreement(config.timeout), size, context.comm_hook)
     replicas.traffic = context.traffic
     subject.forward, subject.no_sync = replicas, replicas.no_sync
 
 
-def _data_parallel(subject: Subject, context: Composition) -> str:
+def _data_parallel(subject: ModelParts, context: PassContext) -> str:
     assert subject.step is not None
     found = gpus()
     if len(found) > 1:
@@ -274,24 +274,24 @@ def _data_parallel(subject: Subject, context: Composition) -> str:
     return f'dp: {count}, running on {context.mesh.device}; for several ranks: paceline launch -n 2, strategy="ddp"'
 
 
-def _microbatches(subject: Subject, context: Composition) -> None:
+def _microbatches(subject: ModelParts, context: PassContext) -> None:
     subject.forward, subject.slices = MicroBatched(subject.step, context.config.split.microbatches), True
 
 
-def _materialize(subject: Subject, context: Composition) -> None:
+def _materialize(subject: ModelParts, context: PassContext) -> None:
     assert subject.step is not None
     if is_meta(subject.model):
         device = torch.device("cpu") if context.config.fsdp.offload else context.mesh.device
         materialize(subject.step, subject.model, device, context.config.seed)
 
 
-def _tied_parameters(subject: Subject, context: Composition) -> None:
+def _tied_parameters(subject: ModelParts, context: PassContext) -> None:
     assert subject.runner is not None
     subject.runner.broadcast_tied(subject.model.get_parameter)
 
 
 # The passes of `plan/passes.py`, by name. Each returns a line to log, or None.
-APPLY: Mapping[str, Callable[[Subject, Composition], str | None]] = {
+APPLY: Mapping[str, Callable[[ModelParts, PassContext], str | None]] = {
     "precision": _precision,
     "placement": _place,
     "split": _split,

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from paceline import dist
 from paceline.plan.slicing import SliceSum
-from paceline.train import slice_step
-from paceline.train.slice_step import Gradients, SliceExchange, add_gradients
+from paceline.train import sliced_step
+from paceline.train.sliced_step import Gradients, SliceExchange, add_gradients
 from worlds import ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
@@ -55,7 +55,7 @@ def test_the_sum_of_all_ranks_has_the_bits_of_one(number: int) -> None:
 
 
 def test_large_gradients_are_exchanged_in_several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slice_step, "_BUCKET", 8)
+    monkeypatch.setattr(sliced_step, "_BUCKET", 8)
     ranks(3)(check(6))()
 
 

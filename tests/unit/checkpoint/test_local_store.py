@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from faults import saves
-from paceline.checkpoint import directory
+from paceline.checkpoint import local_store
 from paceline.checkpoint.filesystem import Filesystem
 from paceline.errors import CheckpointError
 
@@ -18,7 +18,7 @@ def fill(folder: Path, *steps: int) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return [found.folder.name for found in directory.candidates(folder)]
+    return [found.folder.name for found in local_store.candidates(folder)]
 
 
 def test_the_most_recently_saved_comes_first(tmp_path: Path) -> None:
@@ -29,9 +29,9 @@ def test_the_most_recently_saved_comes_first(tmp_path: Path) -> None:
 
 def test_a_pointer_is_followed_to_its_first_checkpoint(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
-    directory.write_pointer(Filesystem(), tmp_path, "best", ["step-000002", "step-000001"])
-    assert directory.follow_pointer(tmp_path / "best") == tmp_path / "step-000002"
-    assert directory.follow_pointer(tmp_path / "step-000001") == tmp_path / "step-000001"
+    local_store.write_pointer(Filesystem(), tmp_path, "best", ["step-000002", "step-000001"])
+    assert local_store.follow_pointer(tmp_path / "best") == tmp_path / "step-000002"
+    assert local_store.follow_pointer(tmp_path / "step-000001") == tmp_path / "step-000001"
 
 
 @pytest.mark.parametrize("content", [None, "", "../elsewhere\n", "/etc\n"])
@@ -39,13 +39,13 @@ def test_a_pointer_that_leads_nowhere_has_a_code(tmp_path: Path, content: str | 
     if content is not None:
         (tmp_path / "latest").write_text(content)
     with pytest.raises(CheckpointError) as caught:
-        directory.follow_pointer(tmp_path / "latest")
+        local_store.follow_pointer(tmp_path / "latest")
     assert caught.value.code == "checkpoint.no-pointer"
 
 
 def test_no_folder_holds_no_checkpoints(tmp_path: Path) -> None:
-    assert directory.candidates(tmp_path / "none") == [] and list(directory.verified(tmp_path / "none")) == []
-    directory.remove_leftovers(Filesystem(), tmp_path / "none")
+    assert local_store.candidates(tmp_path / "none") == [] and list(local_store.verified(tmp_path / "none")) == []
+    local_store.remove_leftovers(Filesystem(), tmp_path / "none")
 
 
 def test_a_folder_that_is_not_a_checkpoint_is_ignored(tmp_path: Path) -> None:
@@ -60,10 +60,10 @@ def test_a_folder_that_is_not_a_checkpoint_is_ignored(tmp_path: Path) -> None:
 def test_a_damaged_one_is_listed_in_its_place_with_its_problem_and_is_not_good(tmp_path: Path) -> None:
     fill(tmp_path, 1, 2)
     (tmp_path / "step-000002" / "rank-0.safetensors").unlink()
-    found = directory.candidates(tmp_path)
+    found = local_store.candidates(tmp_path)
     assert [each.folder.name for each in found] == ["step-000002", "step-000001"]
     assert found[0].manifest is None and found[0].problem is not None
-    assert [each.manifest.step for each in directory.verified(tmp_path)] == [1]
+    assert [each.manifest.step for each in local_store.verified(tmp_path)] == [1]
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path: Path) -> None:
@@ -90,18 +90,18 @@ def test_a_folder_that_is_not_a_checkpoint_is_never_overwritten(tmp_path: Path) 
 
 
 def test_a_pointer_is_read_back_and_replaced(tmp_path: Path) -> None:
-    assert directory.read_pointer(tmp_path, "best") == []
-    directory.write_pointer(Filesystem(), tmp_path, "best", ["a", "b"])
-    directory.write_pointer(Filesystem(), tmp_path, "best", ["c"])
-    assert directory.read_pointer(tmp_path, "best") == ["c"]
+    assert local_store.read_pointer(tmp_path, "best") == []
+    local_store.write_pointer(Filesystem(), tmp_path, "best", ["a", "b"])
+    local_store.write_pointer(Filesystem(), tmp_path, "best", ["c"])
+    assert local_store.read_pointer(tmp_path, "best") == ["c"]
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
 
 
 def test_pruning_spares_the_newest_the_best_and_every_so_many(tmp_path: Path) -> None:
     fill(tmp_path, 10, 15, 20, 25, 30)
     saves.save(tmp_path / "other", 1, saves.values(1, rows=2)).rename(tmp_path / "by-hand")
-    directory.write_pointer(Filesystem(), tmp_path, "best", ["step-000015"])
-    gone = directory.prune(Filesystem(), tmp_path, 2, 10)
+    local_store.write_pointer(Filesystem(), tmp_path, "best", ["step-000015"])
+    gone = local_store.prune(Filesystem(), tmp_path, 2, 10)
     assert gone == ["step-000025"]
     assert sorted(names(tmp_path)) == ["by-hand", "step-000010", "step-000015", "step-000020", "step-000030"]
 
@@ -110,7 +110,7 @@ def test_one_that_was_moved_aside_without_a_successor_gets_its_name_back(tmp_pat
     fill(tmp_path, 1)
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.old-12ab")
     assert names(tmp_path) == [".step-000001.old-12ab"]
-    directory.remove_leftovers(Filesystem(), tmp_path)
+    local_store.remove_leftovers(Filesystem(), tmp_path)
     assert names(tmp_path) == ["step-000001"]
 
 
@@ -118,5 +118,5 @@ def test_a_partly_removed_checkpoint_is_ignored_and_deleted(tmp_path: Path) -> N
     fill(tmp_path, 1, 2)
     (tmp_path / "step-000001").rename(tmp_path / ".step-000001.gone-12ab")
     assert names(tmp_path) == ["step-000002"]
-    directory.remove_leftovers(Filesystem(), tmp_path)
+    local_store.remove_leftovers(Filesystem(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]

@@ -32,7 +32,7 @@ _END = -1
 Hook = Callable[..., Any]
 
 
-def watch_order(step: nn.Module, mesh: Mesh, config: Config) -> None:
+def check_order(step: nn.Module, mesh: Mesh, config: Config) -> None:
     """Watch all modules whose forward is collective. Collective: must be called on every rank.
 
     The stages of a pipeline run by a schedule, which is the same on every rank.

@@ -24,7 +24,7 @@ from paceline import Trainer, dist
 from paceline.monitor import gpu_stats
 from paceline.plan import slow_input
 from paceline.plan.network_model import Traffic
-from paceline.train.rates import Rates
+from paceline.train.throughput import Throughput
 
 
 class Slow(Dataset[tuple[Tensor, Tensor]]):
@@ -97,7 +97,7 @@ def test_the_numbers_of_a_gpu_travel_between_those_of_a_rank_and_its_traffic(mon
     flops = SimpleNamespace(per_sample=None, peak=None)
     mesh = SimpleNamespace(device=torch.device("cuda"), data_ranks=1, degrees=None)
     said, traffic = list[str](), Traffic()
-    rates = Rates(cast(Any, flops), cast(Any, mesh), said.append, 1, traffic)
+    rates = Throughput(cast(Any, flops), cast(Any, mesh), said.append, 1, traffic)
     assert rates._gpu is not None
     interval = slow_input.Interval(1.0, 10, 0.0)
     rates.own(interval)  # the first log point

@@ -30,7 +30,6 @@ from paceline.monitor import rank_stats
 from paceline.monitor.loggers import open_loggers
 from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
-from paceline.own_code import is_own
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
 from paceline.parallel.pipeline.stage_partition import partition_model
@@ -56,6 +55,7 @@ from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everythin
 from paceline.train import resolve_layout
 from paceline.train.checks import run_setup
 from paceline.train.recorder import Sinks
+from paceline.user_code import is_own
 
 _DATA = 1  # the number of a random stream; the model has 0
 REGISTRIES: dict[str, Registry[Any, Any]] = {"model": MODELS, "data": DATASETS}
@@ -74,7 +74,7 @@ def import_component(config: Config, key: str) -> None:
         REGISTRIES[key].import_own(section.name, config.code)
 
 
-def settle(
+def drop_inherited_options(
     config: Config, ask: Callable[[Callable[[], Any]], Any] = lambda function: function()
 ) -> tuple[Config, list[str]]:
     """The recipe without options of a model or dataset that an override has replaced by one that does not have them,
@@ -161,7 +161,7 @@ def build_data(config: Config) -> tuple[Any, Any]:
         raise ConfigError(
             "missing-section", "trainer.train() got no data.", fix="pass it: trainer.train(data, epochs=1)"
         )
-    section = _require_section(settle(config)[0].data, "data", "stdlib-text")
+    section = _require_section(drop_inherited_options(config)[0].data, "data", "stdlib-text")
     import_component(config, "data")
     with preserve_rng_state():  # random data is the same on every rank
         seed_everything(derive_seed(config.seed, _DATA) >> 1)

@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 
 import tiny
 from paceline import Loss
-from paceline.parallel.replicas import CarriedWeight
+from paceline.parallel.dynamic_ddp import WeightInBucket
 from worlds import ranks
 
 
 def summed(weights: list[float], nominal: float, dtype: torch.dtype = torch.float32) -> float | None:
     """The sum that ranks with these weights see, after an average as DDP computes it."""
-    carried = CarriedWeight.for_buckets_of([nn.Parameter(torch.zeros(1, dtype=dtype))], len(weights))
+    carried = WeightInBucket.for_buckets_of([nn.Parameter(torch.zeros(1, dtype=dtype))], len(weights))
     assert carried is not None
     average = torch.zeros_like(carried.slot)
     for weight in weights:
@@ -52,10 +52,10 @@ def test_a_weight_that_digits_cannot_express_is_seen_by_every_rank(weight: float
 
 def test_halves_and_too_many_ranks_are_not_carried() -> None:
     single, half = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    assert CarriedWeight.for_buckets_of([half], 2) is None
-    assert CarriedWeight.for_buckets_of([half, single], 2) is not None
-    assert CarriedWeight.for_buckets_of([single], 25) is None
-    assert CarriedWeight.for_buckets_of([single.requires_grad_(False)], 2) is None
+    assert WeightInBucket.for_buckets_of([half], 2) is None
+    assert WeightInBucket.for_buckets_of([half, single], 2) is not None
+    assert WeightInBucket.for_buckets_of([single], 25) is None
+    assert WeightInBucket.for_buckets_of([single.requires_grad_(False)], 2) is None
 
 
 def masked(model: Any, batch: Any, scale: float = 1.0) -> Loss:

@@ -22,11 +22,11 @@ from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
-from paceline.parallel.compose import Wrapped
+from paceline.parallel.parallelize import Wrapped
 from paceline.plan.slicing import SliceSum, Span, spans_of
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.objects import message_device
-from paceline.train.step import Stepper, run_backward, zero_without_weight
+from paceline.train.train_step import TrainStep, run_backward, zero_without_weight
 
 _FROZEN, _UNUSED, _USED = range(3)  # a parameter in the slices of a rank
 _BUCKET = 1 << 24  # elements that are exchanged at once
@@ -116,7 +116,7 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[int]]:
         yield bucket
 
 
-class SliceStepper(Stepper):
+class SlicedStep(TrainStep):
     """Runs each slice of a batch as a micro-batch of its own."""
 
     def __init__(self, module: LossModule, wrapped: Wrapped, *, mesh: Mesh, **parts: Any) -> None:

@@ -1,8 +1,8 @@
 """How long ranks may make no progress before it is reported: a limit for each phase, from the phase's own history.
 
-    patience = Patience()
+    patience = ProgressLimits()
     patience.observe(time.monotonic(), {0: Observation("training", step=12, counters=(48, 0, 310)), ...})
-    # None, or Standstill(seconds=2.1, limit=2.0, why="20 × the median step of 0.1 s", phase="training")
+    # None, or NoProgress(seconds=2.1, limit=2.0, why="20 × the median step of 0.1 s", phase="training")
 
     start, rendezvous       300 s
     load, first step        600 s: reads a checkpoint, compiles
@@ -51,7 +51,7 @@ class Observation(NamedTuple):
     seems_to_wait: bool = False  # for other ranks or for its data, as its stack shows
 
 
-class Standstill(NamedTuple):
+class NoProgress(NamedTuple):
     """A standstill that is to be reported."""
 
     seconds: float
@@ -86,7 +86,7 @@ class _History:
         self.number += number
 
 
-class Patience:
+class ProgressLimits:
     """Watches ranks through observations that are made a few times a second, at times that are passed in."""
 
     def __init__(self) -> None:
@@ -96,11 +96,11 @@ class Patience:
         self._phases: set[str] = set()  # of the last observation
         self._step: int | None = None  # that all ranks have done
         self._in_step = 0.0
-        self._stands: Standstill | None = None  # that was reported and has not ended
+        self._stands: NoProgress | None = None  # that was reported and has not ended
         self._reports = 0  # of it
         self._ended: float | None = None
 
-    def observe(self, now: float, ranks: Mapping[int, Observation]) -> Standstill | None:
+    def observe(self, now: float, ranks: Mapping[int, Observation]) -> NoProgress | None:
         """A standstill, if one is to be reported now: when it exceeds its limit, and now and then while it lasts."""
         passed = 0.0 if self._time is None else min(now - self._time, _LONGEST_PAUSE)
         self._time = now
@@ -168,7 +168,7 @@ class Patience:
             if phase != "training":  # which learns from steps
                 self._history(phase).add(*map(max, zip(*found, strict=True)))
 
-    def _worst(self) -> Standstill | None:
+    def _worst(self) -> NoProgress | None:
         """The standstill that exceeds its limit the most. A rank that waits depends on others: it counts if all of them
         wait, and if it waits for very long. One that others wait for may take as long as they may wait: all may have
         been busy alike before."""
@@ -187,13 +187,13 @@ class Patience:
             elif phase in _LIMITS and not rank.last.seems_to_wait:
                 limit = _limit_alike(limit)
             if stood > factor * limit.seconds and (awaited or phase in _FIXED or phase in _LIMITS):
-                found.append(Standstill(stood, limit.seconds, limit.why, phase))
+                found.append(NoProgress(stood, limit.seconds, limit.why, phase))
         return max(found, key=lambda each: each.seconds / each.limit, default=None)
 
-    def _unable_to_exit(self) -> Standstill | None:
+    def _unable_to_exit(self) -> NoProgress | None:
         """Of ranks that all should exit: one may compute for long after the others have ended."""
         stood, limit = min((rank.stood for rank in self._ranks.values()), default=0.0), self.limit(EXIT)
-        return Standstill(stood, limit.seconds, limit.why, EXIT) if stood > limit.seconds else None
+        return NoProgress(stood, limit.seconds, limit.why, EXIT) if stood > limit.seconds else None
 
     def _history(self, phase: str) -> _History:
         return self._histories.setdefault(phase, _History())

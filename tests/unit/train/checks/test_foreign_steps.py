@@ -13,7 +13,7 @@ from torch import nn
 import paceline
 import tiny
 from paceline.errors import TrainError
-from paceline.parallel.replicas import marks_of
+from paceline.parallel.dynamic_ddp import marks_of
 from worlds import ranks
 
 SGD = {"name": "sgd", "lr": 0.1}

@@ -26,14 +26,14 @@ from paceline.parallel.shards import is_primary_shard, local_shard
 from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.precision.policies import Scaler
 from paceline.runtime.mesh import Mesh
+from paceline.train.checks.foreign_steps import RequireOwner
 from paceline.train.checks.gradient_hooks import GradientHooks
 from paceline.train.checks.nonfinite import NonfiniteGuard, is_fused
-from paceline.train.checks.own_step import RequireOwner
 from paceline.train.checks.preflight import unused_parameters_error
 from paceline.train.checks.unsupported import asks_for_closure, needs_closure
 
 
-class ShardedParams:
+class HeldParams:
     """The model's sharded parameters, mapped to the tensors that the optimizer holds for them."""
 
     def __init__(
@@ -93,7 +93,7 @@ class ShardedParams:
         return norm
 
 
-class Updater:
+class OptimizerUpdate:
     """Updates the parameters. `skipped` is 1.0 if the last step was skipped, on the device or as a float."""
 
     def __init__(
@@ -107,7 +107,7 @@ class Updater:
         clip_value: float | None = None,
         nonfinite: str = "raise",
         watch: NonfiniteGuard | None = None,
-        sharded: ShardedParams | None = None,
+        sharded: HeldParams | None = None,
     ) -> None:
         self.optimizer, self.average, self._sharded = optimizer, average, sharded
         self.local_steps: LocalSteps | None = None
@@ -130,7 +130,7 @@ class Updater:
         self.skipped: Tensor | float | None = None
         self.gradient_hooks: GradientHooks | None = None  # called once per step
         self.on_gradients: Callable[[], None] | None = None  # the user's, before clipping
-        self.before_change: Callable[[], None] | None = None  # waits for a save that is still copying
+        self.before_update: Callable[[], None] | None = None  # waits for a save that is still copying
         self.require_gradients: Callable[[], None] | None = None
         self.is_changing = False  # False: parameters, optimizer and averages belong to the same step
 
@@ -178,8 +178,8 @@ class Updater:
         blocked = self._watch is not None and self._watch.tripped
         steps = not blocked and not (self._skip and norm is not None and self._skipped(norm))
         if steps or self.local_steps is not None:  # a replica that takes no step joins the round of the others
-            if self.before_change is not None:
-                self.before_change()
+            if self.before_update is not None:
+                self.before_update()
             self.is_changing = True
             if steps:
                 self._take_step()

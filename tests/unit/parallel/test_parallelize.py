@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.parallel.compose import APPLY
+from paceline.parallel.parallelize import APPLY
 from paceline.plan.passes import PASSES
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import TrainError
 from paceline.log import Log
-from paceline.parallel.replicas import GradientMark, marks_of
+from paceline.parallel.dynamic_ddp import GradientMark, marks_of
 from paceline.runtime import collectives
 
 _INSPECTED = 3  # steps: what a loop does to gradients, it does from the beginning
@@ -31,7 +31,7 @@ class Stepping(Protocol):
     is_changing: bool
 
 
-def refuse_other_steps(optimizer: torch.optim.Optimizer, owner: Stepping) -> None:
+def refuse_foreign_steps(optimizer: torch.optim.Optimizer, owner: Stepping) -> None:
     """Raise when `optimizer` is stepped by anything but its owners, for as long as one of them exists."""
     owners = _OWNERS.setdefault(optimizer, [])
     owners.append(ref(owner))
@@ -61,7 +61,7 @@ class RequireOwner:
             )
 
 
-class GradientWatch:
+class GradientInspector:
     """Looks at gradients in a custom loop, in which other code may run between any two calls of the Trainer."""
 
     _trainer_backwards = 0  # of all Trainers
@@ -78,7 +78,7 @@ class GradientWatch:
         """Discard gradients from elsewhere, as zero_grad() before a step does."""
         self._changed = False
         if self._discard():
-            by_trainer = GradientWatch._trainer_backwards != self._seen
+            by_trainer = GradientInspector._trainer_backwards != self._seen
             if by_trainer not in self._said:
                 self._said.add(by_trainer)
                 text = "gradients that {} left in the parameters are discarded before a step"
@@ -90,8 +90,8 @@ class GradientWatch:
 
     def after_backward(self, *, last: bool) -> None:
         """A backward of this Trainer is done. Unless it was the last one of its step, the loop continues before it."""
-        GradientWatch._trainer_backwards += 1
-        self._seen = GradientWatch._trainer_backwards
+        GradientInspector._trainer_backwards += 1
+        self._seen = GradientInspector._trainer_backwards
         self._marks = None
         if self._left and last:
             self._left -= 1

@@ -44,14 +44,14 @@ _MOST_RANKS = 24  # from here on, the rounding of averages over a number that is
 _MOST_POWER = 2048  # digits of so many ranks have a sum that float32 represents
 
 
-class CarriedWeight:
+class WeightInBucket:
     def __init__(self, dtype: torch.dtype, ranks: int) -> None:
         self.slot = nn.Parameter(torch.zeros(_DIGITS, dtype=dtype))
         self._ranks, self._bits = ranks, _BITS[dtype]
         self._unit = 0  # the exponent of the last digit
 
     @classmethod
-    def for_buckets_of(cls, parameters: Iterable[Tensor], ranks: int) -> CarriedWeight | None:
+    def for_buckets_of(cls, parameters: Iterable[Tensor], ranks: int) -> WeightInBucket | None:
         """None if no bucket can hold a weight. On a GPU, digits would cost more kernels than an all-reduce."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         most = _MOST_POWER if ranks & (ranks - 1) == 0 else _MOST_RANKS
@@ -103,7 +103,7 @@ class Build(Protocol):
     def __call__(self, *, again: bool, bucket_mb: float | None) -> DistributedDataParallel: ...
 
 
-class Replicas:
+class DynamicDDP:
     """Calls the DDP wrapper of `step` for the parameters that currently require gradients."""
 
     def __init__(
@@ -117,8 +117,8 @@ class Replicas:
     ) -> None:
         """`hook`: what `build` registers on each wrapper."""
         self._build, self._log, self._step, self._bucket_mb, self.hook = build, log, step, bucket_mb, hook
-        self.carried: CarriedWeight | None = None
-        self.expects_weight = False  # the backward of the last forward reduces `carried` as well
+        self.carried: WeightInBucket | None = None
+        self.sends_weight = False  # the backward of the last forward reduces `carried` as well
         self._names = [name.removeprefix("model.") for name, _ in step.named_parameters()]
         self._parameters = list(step.parameters())
         self._agreement = agreement
@@ -144,7 +144,7 @@ class Replicas:
         if ddp.require_backward_grad_sync is not self._sync:
             ddp.require_backward_grad_sync = self._sync
         self._unreduced = not self._sync
-        self.expects_weight = self._sync and self.carried is not None
+        self.sends_weight = self._sync and self.carried is not None
         if self.traffic is not None:
             self._count(self.traffic)
         return ddp(batch)
@@ -163,7 +163,7 @@ class Replicas:
             return False  # they search the graph of the loss, to which the weight does not belong
         if self.hook is not None:
             return False  # the sum must be exact
-        self.carried = CarriedWeight.for_buckets_of(self._parameters, collectives.world())
+        self.carried = WeightInBucket.for_buckets_of(self._parameters, collectives.world())
         if self.carried is None:
             return False
         self._replace_all()

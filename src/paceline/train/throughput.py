@@ -33,16 +33,16 @@ from paceline.data.loader import MicroBatch
 from paceline.models.loss_module import LossModule
 from paceline.monitor import gpu_stats
 from paceline.monitor.flops import FlopCount, count_on_fakes, peak_flops
-from paceline.monitor.gpu_stats import GpuStats, GpuWatch, Nvml
-from paceline.monitor.stragglers import NUMBERS, OwnTime, Stragglers
+from paceline.monitor.gpu_stats import GpuMonitor, GpuStats, Nvml
+from paceline.monitor.stragglers import NUMBERS, BusyTime, Stragglers
 from paceline.plan.network_model import COUNTED, Traffic
-from paceline.plan.slow_input import InputSource, InputWatch, Interval, ReadTime
+from paceline.plan.slow_input import InputMonitor, InputSource, Interval, ReadTime
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.train.checks import snapshot
 from paceline.train.pipeline_step import PipelineLossModule
-from paceline.train.step import Stepper
+from paceline.train.train_step import TrainStep
 
 _WAITS = 3  # numbers about waiting: the share of time, the time that reading takes, and that of new workers
 Add = Callable[[MicroBatch], Tensor]
@@ -56,7 +56,7 @@ class ModelFlops:
     def __init__(
         self,
         module: LossModule,
-        stepper: Stepper,
+        stepper: TrainStep,
         mesh: Mesh,
         draw: NoiseContext,
         code: Sequence[Any],
@@ -79,7 +79,7 @@ class ModelFlops:
             self._replace_add(self._add_first)
 
     def _replace_add(self, counted: Callable[[Add, MicroBatch], Tensor]) -> None:
-        """For one call of `Stepper.add`, so that others cost nothing."""
+        """For one call of `TrainStep.add`, so that others cost nothing."""
         owner = self._stepper()
         assert owner is not None
         stepper, present = vars(owner), owner.add
@@ -179,7 +179,7 @@ def _is_sharded(weight: DTensor, axis: str) -> bool:
     return any(place.is_shard() for name, place in zip(names, weight.placements, strict=True) if name == axis)
 
 
-class Rates:
+class Throughput:
     """Combines the numbers of all ranks."""
 
     def __init__(
@@ -194,20 +194,20 @@ class Rates:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._cores = cores // local_ranks
         self._rank, self._ranks = collectives.rank(), collectives.world()
-        self._reading: tuple[ReadTime, InputWatch] | None = None  # None: the user's loop reads the data
-        self.own_time = OwnTime(mesh.device) if self._ranks > 1 else None
+        self._reading: tuple[ReadTime, InputMonitor] | None = None  # None: the user's loop reads the data
+        self.own_time = BusyTime(mesh.device) if self._ranks > 1 else None
         self.stragglers: Stragglers | None = None
         self.loss_scale: Callable[[], Tensor] | None = None  # of fp16
         nvml = Nvml.open(mesh.device) if mesh.device.type == "cuda" else None
         self._gpu = None if nvml is None else GpuStats(nvml)
-        self._gpus = GpuWatch(self._ranks, warn) if mesh.device.type == "cuda" else None
+        self._gpus = GpuMonitor(self._ranks, warn) if mesh.device.type == "cuda" else None
 
     def begin(self, source: InputSource | None, groups: int) -> None:
         """Call before the first step of a loop, with what its batches come from."""
         self._flops.begin()
         if self.traffic is not None:
             self.traffic.take()  # what was sent before the first step
-        self._reading = None if source is None else (ReadTime(source, groups), InputWatch(source, self._cores))
+        self._reading = None if source is None else (ReadTime(source, groups), InputMonitor(source, self._cores))
         if self.own_time is not None and source is not None:
             self.own_time.resume()
             self.stragglers = Stragglers(self._ranks, self._mesh.degrees.pipeline, self._warn)
