@@ -71,6 +71,7 @@ ELSEWHERE = {
         "unit/optim/test_clip",
     ],
     "train/pipeline_step": ["ranks/test_pipeline"],
+    "train/train_step": ["unit/train/test_loop", "ranks/test_parity"],
     "train/trainer_methods": ["ranks/test_evaluation", "ranks/test_trainer"],
     "train/telemetry": ["ranks/test_restarts_resume", "contract/test_run_files"],
 }

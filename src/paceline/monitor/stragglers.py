@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import pairwise
 from statistics import median, median_low
 from time import thread_time
@@ -51,6 +50,7 @@ class BusyTime:
         self.middle = 0.0  # the median of the busy seconds at the last log point
         self._waited, self._cpu = 0.0, thread_time()
         self._events: deque[tuple[Any, Any]] = deque(maxlen=RECENT + 1)  # arrival at a collective, and its end
+        self._open: tuple[Any, Any]  # of a backward that has not ended
 
     def stepped(self, waited: float) -> None:
         """A step ended. `waited`: seconds for data, since the last log point."""
@@ -65,22 +65,19 @@ class BusyTime:
         """Training continues after a log point, or something else that is not part of a step."""
         self._cpu = thread_time()
 
-    def around(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        """A backward on a GPU that waits for other ranks only at its end."""
-
-        @wraps(backward)
-        def timed(micro: Any, *values: Any) -> Any:
-            if not micro.last:
-                return backward(micro, *values)
+    def arrived(self, micro: Any, value: Any) -> None:
+        """Call before a backward on a GPU that waits for other ranks only at its end, if it is the last of its step."""
+        if micro.last:
             full = len(self._events) == RECENT + 1
-            arrived, left = self._events[0] if full else (_timer(), _timer())  # the oldest ones are recorded again
-            arrived.record()
-            loss = backward(micro, *values)
-            left.record()
-            self._events.append((arrived, left))
-            return loss
+            events = self._events.popleft() if full else (_timer(), _timer())  # the oldest ones are recorded again
+            events[0].record()
+            self._open = events
 
-        return timed
+    def left(self, micro: Any) -> None:
+        """Call after that backward."""
+        if micro.last:
+            self._open[1].record()
+            self._events.append(self._open)
 
     def numbers(self) -> list[float]:
         """Of the last steps: the busy seconds that four of five exceed, their median, and the mean wait for data,

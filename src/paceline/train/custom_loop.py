@@ -161,8 +161,9 @@ class CustomLoop:
             with self.engine.telemetry.noting_exit():
                 loss = self.engine.stepper.add(micro)
         self._gradients.after_backward(last=micro.last)
-        if self.engine.stepper.losses and not self.engine.stepper.means:  # in a pipeline only the last stage has losses
-            loss = loss / self.engine.stepper.losses[-1][1]
+        weights = self.engine.stepper.weights
+        if weights.losses and not weights.means:  # in a pipeline only the last stage has losses
+            loss = loss / weights.losses[-1][1]
         if isinstance(self.engine.module, PipelineLossModule):
             [value] = self.engine.module.pipeline.broadcast_from_last([float(loss)])
             loss = torch.tensor(value, dtype=torch.float64, device=loss.device)
@@ -193,8 +194,8 @@ class CustomLoop:
         engine = self.engine
         if isinstance(engine.module, PipelineLossModule):
             raise loss_module.pipeline_error()
-        if engine.stepper.before_micro is not None:
-            engine.stepper.before_micro(self._added is None)
+        for hook in engine.hooks.before_forward:
+            hook(self._added is None)
         micro = self._expected
         first_step.watch_own_draws(engine)
         draws = nullcontext() if micro is None else engine.draw.forward_of(micro)
@@ -231,7 +232,7 @@ class CustomLoop:
         self._own, self._current, self._added, self._synced = own, None, micro, own or self._syncing
         with self.engine.draw, self._sync_context():
             self.engine.draw.samples = micro
-            self.engine.stepper.backward(micro, value, counted)
+            self.engine.stepper.weights.backward(micro, value, counted)
             self.engine.draw.end()
         self._gradients.after_backward(last=False)
 
@@ -274,9 +275,9 @@ class CustomLoop:
             engine.updater.require_gradients()
         if self._own:
             loss_module.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
-        engine.stepper.reduce_weight(micro)
+        engine.stepper.weights.reduce(micro)
         same = engine.mesh.degrees.is_replicated and engine.mesh.local_replicas == 1
-        self._gradients.inspect(engine.stepper.factor, scaled=engine.updater.is_scaled, replicated=same)
+        self._gradients.inspect(engine.stepper.weights.factor, scaled=engine.updater.is_scaled, replicated=same)
         self._finish(replace(micro, step=engine.position.step))
         if self._own_losses:  # the pre-flight, which they skip, does so otherwise
             self._own_losses = False

@@ -51,6 +51,8 @@ from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.checks.unsupported import require_separable
 from paceline.train.checks.wrapped_model import unwrap_model
 from paceline.train.graph_step import GraphedStep
+from paceline.train.hooks import Hooks, HookTable
+from paceline.train.loss_weights import LossWeights
 from paceline.train.optimizer_update import HeldParams, OptimizerUpdate
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStep, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
@@ -261,34 +263,45 @@ class Engine:
         self.replica_average = (
             None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
         )
-        parts: dict[str, Any] = {
-            "mesh": self.mesh,
-            "local_steps": self.local_steps,
-            "draw": self.draw,
-            "scaler": self.scaler,
-            # Under `raise` one rank may block its updates; `stop` relies on the norm, which all ranks know.
-            "watch": self.watch if config.nonfinite == "raise" else None,
-        }
         self.warn = refuse_forward if config.fixed_order else self.log.warning
-        kind: type[TrainStep] = SlicedStep if config.fixed_order else TrainStep
-        if isinstance(self.module, PipelineLossModule):
-            kind, parts = PipelineStep, {**parts, "settings": config.pipeline, "log": self.log.info}
-        self.stepper = kind(self.module, self.wrapped, **parts)
-        self.stepper.traffic = self.traffic
+        self.hooks = HookTable()
+        self.stepper = self._choose_step()
+        if self.watch is not None and config.nonfinite == "raise":
+            # One rank may block its updates; `stop` relies on the norm, which all ranks know.
+            self.hooks.set(Hooks(name="nonfinite", on_losses=self.watch.check_losses))
         user_code = [self.task.criterion, self.task.loss_fn]
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
-        flops = ModelFlops(self.module, self.stepper, self.mesh, self.draw, user_code, **how)
+        flops = ModelFlops(self.module, self.hooks, self.mesh, self.draw, user_code, **how)
         self.rates = Throughput(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
         if self.scaler.is_enabled():
             self.rates.loss_scale = self.scaler.current
         if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, DynamicDDP):
-            self.stepper.backward = self.rates.own_time.around(self.stepper.backward)  # type: ignore[method-assign]
-        self._power_iterations = PowerIterations(self.model)
-        if self._power_iterations:
-            self.stepper.before_micro = self._before_micro
+            busy = self.rates.own_time
+            self.hooks.set(Hooks(name="stragglers", before_backward=busy.arrived, after_backward=busy.left))
+        if power_iterations := PowerIterations(self.model):
+            self.hooks.set(Hooks(name="power_iterations", before_forward=power_iterations.allow))
         self._build_updater()
-        step = (self.module, self.stepper, self.updater, self.draw, self.log)
+        step = (self.module, self.stepper, self.updater, self.draw, self.log, self.hooks)
         self.graphed = GraphedStep(*step) if config.graph else None
+
+    def _choose_step(self) -> TrainStep:
+        config, replicas = self.config, self.wrapped.forward
+        pipeline = self.module if isinstance(self.module, PipelineLossModule) else None
+        weights = LossWeights(
+            self.module,
+            self.mesh,
+            self.hooks,
+            replicas=replicas if isinstance(replicas, DynamicDDP) else None,
+            scaler=self.scaler,
+            local_steps=self.local_steps,
+            traffic=self.traffic,
+            finds_total=config.fixed_order,
+            splits=pipeline is not None,
+        )
+        parts = self.wrapped, weights, self.draw, self.hooks
+        if pipeline is not None:
+            return PipelineStep(config.pipeline, self.log.info, self.scaler, pipeline, *parts)
+        return SlicedStep(self.mesh, self.module, *parts) if config.fixed_order else TrainStep(self.module, *parts)
 
     def _build_updater(self) -> None:
         config = self.config
@@ -320,13 +333,11 @@ class Engine:
         """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
         if self.updater.gradient_hooks is None:
             self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
-            self.stepper.before_micro = self._before_micro
+            self.hooks.set(Hooks(name="gradient_hooks", before_forward=self._defer_hooks_of_step))
         else:
             self.updater.gradient_hooks.defer()
 
-    def _before_micro(self, first: bool) -> None:
-        """Called before a micro-batch, which may be the first one of its step."""
-        self._power_iterations.allow(first)
+    def _defer_hooks_of_step(self, first: bool) -> None:
         if first and self.updater.gradient_hooks is not None:
             self.updater.gradient_hooks.defer()
 

@@ -198,8 +198,8 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
             run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStep) else None,
         )
     engine.checked = True
-    stepper.nominal = preflight.nominal(weight, groups)
-    stepper.per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
+    per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
+    stepper.weights.expect(preflight.nominal(weight, groups), per_sample)
     if _start_from_global_mean(engine, watch, weight * groups / micro.step_samples):
         depends = False  # the weight of a step is reduced before its backward
     if depends and type(stepper) is TrainStep and isinstance(replicas, DynamicDDP) and replicas.carry_weight():
@@ -226,7 +226,7 @@ def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per
         return False
     stepper = engine.stepper
     if type(stepper) is TrainStep and engine.local_steps is None and engine.comm_hook is None:
-        stepper.start_from_global_mean(weight_per_sample)
+        stepper.weights.start_from_global_mean(weight_per_sample)
         return True
     if hooks:
         engine.log.warning(str(_scaled_activations(hooks[0])))
@@ -370,7 +370,7 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
     config = engine.config
     engine.checked = True
     engine.module.zero_grad(set_to_none=True)
-    engine.stepper.measure = partial(preflight.nominal, groups=groups)
+    engine.stepper.weights.measure_first(partial(preflight.nominal, groups=groups))
     before = forward_changes.attributes(engine.model, engine.module.loss_state)
 
     def check(*arguments: Any) -> None:

@@ -31,6 +31,7 @@ from paceline.runtime.noise import Draw, NoiseContext
 from paceline.runtime.whereabouts import progress
 from paceline.train import cuda_graphs
 from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
+from paceline.train.hooks import HookTable
 from paceline.train.optimizer_update import OptimizerUpdate
 from paceline.train.train_step import TrainStep
 
@@ -66,9 +67,16 @@ class GraphedStep:
     """Collects the micro-batches of a step, and replays the graph for their shapes if there is one."""
 
     def __init__(
-        self, module: LossModule, stepper: TrainStep, updater: OptimizerUpdate, draw: NoiseContext, log: Log
+        self,
+        module: LossModule,
+        stepper: TrainStep,
+        updater: OptimizerUpdate,
+        draw: NoiseContext,
+        log: Log,
+        hooks: HookTable,
     ) -> None:
         self._module, self._stepper, self._updater, self._draw, self._log = module, stepper, updater, draw, log
+        self._hooks = hooks
         self._device = next(module.parameters()).device
         _check(updater)
         self._graphs = cuda_graphs.CudaGraphs(self._device)
@@ -230,13 +238,13 @@ class GraphedStep:
         noise = self._noise[shape]
 
         def run() -> tuple[tuple[Any, Any, Any, Any], Tensor]:
-            norm, stepper, found = self._step(fixed), self._stepper, []
+            norm, weights, found = self._step(fixed), self._stepper.weights, []
 
             def position(value: Tensor) -> Any:
                 found.append(value.detach().reshape(()))
                 return _Position(len(found) - 1)
 
-            results = apply((stepper.losses, stepper.metrics, norm, self._updater.skipped), position)
+            results = apply((weights.losses, weights.metrics, norm, self._updater.skipped), position)
             if len({value.dtype for value in found}) > 1:
                 found = [value.to(torch.float64) for value in found]
             return results, torch.stack(found) if len(found) > 1 else found[0]
@@ -249,7 +257,8 @@ class GraphedStep:
                 again = partial(self._graphs.capture, partial(self._add_all, fixed))
                 raise_if_waiting(error, self._module.model, again)
                 raise
-        kind = self._stepper.means, self._stepper.data_weighted
+        weights = self._stepper.weights
+        kind = weights.means, weights.data_weighted
         self._stepper.reset()
         self._stamp = self._constants()
         inputs = [tensor for micro in fixed for tensor in tensors_in(micro.batch)]
@@ -269,26 +278,26 @@ class GraphedStep:
         self._updater.is_changing = False
         copied = captured.values.clone()  # the next replay overwrites them
         values = copied.unbind() if copied.dim() else (copied,)
-        stepper, self._updater.skipped = self._stepper, _value(values, captured.skipped)
-        stepper.losses = [(values[loss], _value(values, weight)) for loss, weight in captured.losses]
-        stepper.means, stepper.data_weighted = captured.means, captured.data_weighted
+        weights, self._updater.skipped = self._stepper.weights, _value(values, captured.skipped)
+        weights.losses = [(values[loss], _value(values, weight)) for loss, weight in captured.losses]
+        weights.means, weights.data_weighted = captured.means, captured.data_weighted
         for named, weight in captured.metrics:
             own = {name: _value(values, value) for name, value in named.items()}
-            stepper.metrics.append((own, _value(values, weight)))
+            weights.metrics.append((own, _value(values, weight)))
         return None if captured.norm is None else values[captured.norm]
 
     def _step(self, micros: Sequence[MicroBatch]) -> Tensor | None:
         """What is captured, or runs eagerly."""
-        stepper = self._stepper
+        weights = self._stepper.weights
         self._add_all(micros)
-        if stepper.watch is not None:
-            stepper.watch.check_losses(stepper.losses)
+        for hook in self._hooks.on_losses:
+            hook(weights.losses)
         with ExitStack() as kept:
             if self._rates_on_device and self._scalars is not None:
                 rates = self._scalars[-len(self._groups) :].float().unbind()  # fused kernels read float32
                 for group, rate in zip(self._groups, rates, strict=True):
                     _set(kept, group, lr=rate)
-            factor = stepper.factor() if stepper.data_weighted else stepper.constant_factor
+            factor = weights.factor() if weights.data_weighted else weights.constant_factor
             return self._updater.apply(micros[-1].step, factor)
 
     def _add_all(self, micros: Sequence[MicroBatch]) -> None:

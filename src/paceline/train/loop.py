@@ -8,8 +8,8 @@ for each micro-batch:
 
 It is written for few Python calls: between two log points a step makes about a dozen more than a hand-written loop.
 
-The actions is the work between optimizer steps: logging, end of epoch, evaluation, checkpoints, profiling, and the end
-of training. The loop compares its step with one number, the next step at which anything is due, so other steps cost
+`StepActions` is the work between optimizer steps: logging, end of epoch, evaluation, checkpoints, profiling, and the
+end of training. The loop compares its step with one number, the next step at which anything is due, so other steps cost
 nothing.
 """
 
@@ -217,7 +217,7 @@ class Job:
 
 
 def run(job: Job) -> None:
-    """Train until the data ends or the actions stops."""
+    """Train until the data or the actions end it."""
     with job.engine.position.reading(), job.engine.graphed or nullcontext():
         _run(job)
 
@@ -257,31 +257,35 @@ def _run(job: Job) -> None:
 def take_step(job: Job, micro: MicroBatch) -> None:
     """Update the parameters after `micro`, the last micro-batch of its step."""
     engine = job.engine
-    stepper, updater = engine.stepper, engine.updater
+    weights, updater = engine.stepper.weights, engine.updater
     if engine.graphed is not None:
         norm = engine.graphed.take()
     else:
-        if stepper.watch is not None:
-            stepper.watch.check_losses(stepper.losses)
-        factor = stepper.factor() if stepper.data_weighted else stepper.constant_factor
+        for hook in engine.hooks.on_losses:
+            hook(weights.losses)
+        factor = weights.factor() if weights.data_weighted else weights.constant_factor
+        for reduced in engine.hooks.on_reduced:
+            reduced(micro.step)
         norm = updater.apply(micro.step, factor)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
     if job.recorder.own_time is not None:
         job.recorder.own_time.stepped(job.recorder.waited)
-    lr, parts, samples = updater.lr, stepper.losses, micro.step_samples
-    job.recorder.pending.append((step, micro.epoch, lr, samples, parts, stepper.means, norm, updater.skipped))
+    lr, parts, samples = updater.lr, weights.losses, micro.step_samples
+    job.recorder.pending.append((step, micro.epoch, lr, samples, parts, weights.means, norm, updater.skipped))
     if engine.local_steps is not None:
         _after_local_step(job, engine.local_steps)
-    if stepper.metrics:
-        job.recorder.log_metrics(stepper.metrics)
+    for after in engine.hooks.after_step:
+        after(step)
+    if weights.metrics:
+        job.recorder.log_metrics(weights.metrics)
     if job.on_step:
-        for hook in job.on_step:
-            hook(Step(step, micro.epoch, lr, samples, norm, parts, stepper.means))
+        for callback in job.on_step:
+            callback(Step(step, micro.epoch, lr, samples, norm, parts, weights.means))
         engine.after_user_code()
-    stepper.losses = []
-    if stepper.data_weighted or stepper.metrics:
-        stepper.reset()
+    weights.losses = []
+    if weights.data_weighted or weights.metrics:
+        engine.stepper.reset()
 
 
 def _after_local_step(job: Job, local_steps: LocalSteps) -> None:

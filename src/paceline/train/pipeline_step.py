@@ -19,6 +19,7 @@ from paceline.config.sections import PipelineSection as Settings
 from paceline.data.batches import rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
+from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule
 from paceline.models.model_call import ModelCall, choose_outputs, read_loss
 from paceline.models.spec import PipelineSpec
@@ -26,8 +27,10 @@ from paceline.parallel.parallelize import ModelParts
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import full_logits
 from paceline.plan.partition import choose_microbatches
+from paceline.precision.policies import Scaler
 from paceline.runtime import collectives
 from paceline.runtime.whereabouts import progress
+from paceline.train.loss_weights import Weight
 from paceline.train.train_step import TrainStep
 
 
@@ -117,36 +120,39 @@ class PipelineStep(TrainStep):
     """A TrainStep that splits its micro-batches further and runs them through the stages by a schedule."""
 
     def __init__(
-        self, module: PipelineLossModule, *others: Any, settings: Settings, log: Callable[[str], None], **named: Any
+        self, settings: Settings, log: Callable[[str], None], scaler: Scaler, module: PipelineLossModule, *parts: Any
     ) -> None:
-        super().__init__(module, *others, **named)
+        super().__init__(module, *parts)
         self._loss_module, self._pipeline, self._settings, self._log = module, module.pipeline, settings, log
         self._device = next(module.parameters()).device
-        if self._scaler is not None:  # it initializes with the first loss, which only the last stage has
-            self._scaler.scale(torch.zeros((), device=self._device))
+        if scaler.is_enabled():  # it initializes with the first loss, which only the last stage has
+            scaler.scale(torch.zeros((), device=self._device))
         self._counts_samples: bool | None = None  # whether the loss is a mean; known on the last stage first
         self._last_is_mean, self._divides = True, False
         self._parts: list[tuple[Tensor, Tensor | float]] = []
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
-        if self.checks is not None:
-            self.checks.keep(micro)
-        if self.before_micro is not None:
-            self.before_micro(not micro.group)
+        weights, hooks = self.weights, self._hooks
+        for hook in hooks.before_micro:
+            hook(micro)
+        for before in hooks.before_forward:
+            before(not micro.group)
         progress.micros += 1
-        self._count(micro)
+        weights.count(micro)
         with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)
-        self.means = bool(self._counts_samples)
-        self.data_weighted |= not micro.exact or not self.means
+        weights.means = bool(self._counts_samples)
+        weights.data_weighted |= not micro.exact or not weights.means
         if self._divides:
-            self._mean_weight = micro.step_samples * self.per_sample
+            weights.divide_means(micro)
         loss = self._collect(micro)
         if micro.last:
-            if self.data_weighted:
-                self._start_weight_reduction(micro, self._device)
+            if weights.data_weighted:
+                weights.start_reduction(micro, self._device)
             self._pipeline.reduce_tied(lambda name: self._module.model.get_parameter(name).grad)
+        for done in hooks.after_backward:
+            done(micro)
         return loss
 
     def run_zero_weight(self, micro: MicroBatch) -> Tensor | float | None:
@@ -189,30 +195,21 @@ class PipelineStep(TrainStep):
         value, weight, metrics = read_loss(
             self._loss_module.result_of(outputs[: stop - start], part, self._module.call.loss)
         )
-        self.note_kind(sums=weight is not None)
-        divisor = self._loss_module.divisor(value) if weight is None else None
-        self._last_is_mean, self._divides = weight is None and divisor is None, divisor is not None
-        part_weight: Tensor | float = stop - start if weight is None else weight
-        kept = value.detach()
-        if divisor is not None:
-            part_weight, self._mean_weight = divisor.weight, micro.step_samples * self.per_sample
-            kept = torch.where(torch.as_tensor(part_weight) > 0, kept, 0.0) * part_weight
-            seed = self._relative_seed(part_weight if counts and micro.samples else 0.0, value)
-        else:
-            of_rows = self._ranks * (stop - start) / micro.step_samples
-            factor = of_rows if weight is None else self._ranks / (self.nominal or micro.step_samples)
-            seed = self._seed(factor if counts and micro.samples else 0.0, value)
-        self._parts.append((kept, part_weight))
+        self.weights.note_kind(sums=weight is not None)
+        divided: Weight = self._loss_module.divisor(value) if weight is None else weight
+        self._last_is_mean, self._divides = divided is None, isinstance(divided, Divisor)
+        kept, kept_weight, seed = self.weights.share(micro, stop - start, value, divided)
+        self._parts.append((kept, kept_weight))
         if metrics is not None and counts:
-            self.metrics.append((metrics, part_weight if micro.samples else 0.0))
-        return value * seed
+            self.weights.metrics.append((metrics, kept_weight if micro.samples else 0.0))
+        return value * (seed if counts and micro.samples else torch.zeros_like(seed))
 
     def _collect(self, micro: MicroBatch) -> Tensor:
         """Combine the parts of a micro-batch: a mean with its samples, or a sum with its weight."""
         if not self._parts:
             return torch.full((), torch.nan, device=self._device)
         weight: Any = sum(weight for _, weight in self._parts)
-        if self.means:
+        if self.weights.means:
             loss = sum(value * share for value, share in self._parts) / weight
             weight = micro.samples
         else:
@@ -220,7 +217,7 @@ class PipelineStep(TrainStep):
             weight = weight if micro.samples else 0.0
         assert isinstance(loss, Tensor)
         self._parts = []
-        self.losses.append((loss, weight))
+        self.weights.losses.append((loss, weight))
         return loss
 
     def forward(self, micro: MicroBatch) -> Any:

@@ -20,13 +20,10 @@ from torch import Tensor
 
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
-from paceline.models.divisor import Divisor
-from paceline.models.loss_module import LossModule
-from paceline.parallel.parallelize import Wrapped
 from paceline.plan.slicing import SliceSum, Span, spans_of
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.objects import message_device
-from paceline.train.train_step import TrainStep, run_backward, zero_without_weight
+from paceline.train.train_step import TrainStep
 
 _FROZEN, _UNUSED, _USED = range(3)  # a parameter in the slices of a rank
 _BUCKET = 1 << 24  # elements that are exchanged at once
@@ -119,11 +116,10 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[int]]:
 class SlicedStep(TrainStep):
     """Runs each slice of a batch as a micro-batch of its own."""
 
-    def __init__(self, module: LossModule, wrapped: Wrapped, *, mesh: Mesh, **parts: Any) -> None:
+    def __init__(self, mesh: Mesh, *parts: Any) -> None:
         self._rank, self._shards = mesh.data_rank, mesh.data_ranks
         self.cut(self._shards)
-        super().__init__(module, wrapped, mesh=mesh, **parts)
-        self._ranks, self._always_weighs = 1, True
+        super().__init__(*parts)
         self._named = [(name.removeprefix("model."), each) for name, each in self._module.named_parameters()]
 
     def cut(self, slices: int) -> None:
@@ -135,11 +131,8 @@ class SlicedStep(TrainStep):
     def reset(self) -> None:
         super().reset()
         self._sum = SliceSum[Gradients](self._slices, add_gradients)
-        self._step_samples = 0
 
     def add(self, micro: MicroBatch) -> Tensor:
-        if self.checks is not None:
-            self.checks.keep(micro)
         loss = super().add(micro)
         number = self._first + micro.group
         gradients = [parameter.grad for _, parameter in self._named]
@@ -147,38 +140,14 @@ class SlicedStep(TrainStep):
             parameter.grad = None
         self._sum.push((number, number + 1), gradients)
         if micro.last:
-            self._step_samples = micro.step_samples
-            self._add_up(loss.device)
+            self._add_up(micro, loss.device)
         return loss
 
-    def backward(self, micro: MicroBatch, value: Tensor, weight: Tensor | float | Divisor | None) -> Tensor:
-        """Like that of other steps, but with a nominal weight that every layout knows: the samples of the step."""
-        loss, is_mean = value.detach(), weight is None or type(weight) is Divisor
-        self.note_kind(sums=not is_mean)
-        if weight is None:
-            self.losses.append((loss, micro.samples))
-            seed = self._seed(micro.samples / micro.step_samples, value)
-        else:
-            self.data_weighted, self.means = True, False
-            weight = weight.weight if isinstance(weight, Divisor) else weight
-            weight = weight if micro.samples else 0.0  # a placeholder
-            loss = zero_without_weight(loss, weight)
-            if is_mean:
-                self._mean_weight = micro.step_samples
-                seed, loss = self._relative_seed(weight, value), loss * weight
-            else:
-                seed = self._seed(1.0 / micro.step_samples if micro.samples else 0.0, value)
-            self.losses.append((loss, weight))
-        if self._module.metrics is not None:
-            self.metrics.append((self._module.metrics, weight if weight is not None else micro.samples))
-        run_backward(value, seed)
-        return loss
-
-    def _add_up(self, device: torch.device) -> None:
+    def _add_up(self, micro: MicroBatch, device: torch.device) -> None:
         """Add the gradients and weights of all ranks, after the last slice of this one. Collective."""
         sums = [gradients for _, gradients in self._sum.parts]
         self._sum = SliceSum[Gradients](self._slices, add_gradients)
-        used = self._exchange_facts(sums, device)
+        used = self._exchange_facts(micro, sums, device)
         held = [number for number, each in enumerate(used) if each]
         parameters = [parameter for _, parameter in self._named]
         whole = [[_or_zeros(gradients[number], parameters[number]) for number in held] for gradients in sums]
@@ -186,14 +155,16 @@ class SlicedStep(TrainStep):
         for number, gradient in zip(held, whole[0], strict=True):
             parameters[number].grad = gradient
 
-    def _exchange_facts(self, sums: list[Gradients], device: torch.device) -> list[bool]:
+    def _exchange_facts(self, micro: MicroBatch, sums: list[Gradients], device: torch.device) -> list[bool]:
         """Exchange losses and weights of slices. Returns whether any rank has a gradient, for each parameter."""
         reached = [any(gradient is not None for gradient in each) for each in zip(*sums, strict=True)]
         states = [
             _USED if one else _UNUSED if parameter.requires_grad else _FROZEN
             for one, (_, parameter) in zip(reached, self._named, strict=True)
         ]
-        losses = [number for loss, weight in self.losses for number in _sum_and_weight(loss, weight, self.means)]
+        weights = self.weights
+        pairs = [_sum_and_weight(loss, weight, weights.means) for loss, weight in weights.losses]
+        losses = [number for pair in pairs for number in pair]
         facts = torch.cat([torch.stack(losses), torch.tensor(states, dtype=torch.float64, device=device)])
         table = facts.unsqueeze(0)
         if self._shards > 1:
@@ -203,9 +174,10 @@ class SlicedStep(TrainStep):
         total = SliceSum[Tensor](self._slices, torch.add)
         for number, pair in enumerate(table[:, : len(losses)].reshape(-1, 2)):
             total.push((number, number + 1), pair)
-        [(_, (loss, self._total))] = total.parts
+        [(_, (loss, weight))] = total.parts
+        weights.take_total(weight, micro)
         # The loss of the batch, with all of its weight on the first rank: sums over ranks add nothing to it.
-        self.losses, self.means = [(loss / self._total, 0.0 if self._rank else self._total)], True
+        weights.losses, weights.means = [(loss / weight, 0.0 if self._rank else weight)], True
         least, most = table[:, len(losses) :].aminmax(dim=0)
         self._require_same_frozen(least.tolist(), most.tolist())
         return [state == _USED for state in most.tolist()]
@@ -220,14 +192,6 @@ class SlicedStep(TrainStep):
                 fix="change requires_grad on every rank and before the same step; not inside "
                 "`if trainer.is_main_process:`",
             )
-
-    def factor(self) -> Tensor | float:
-        """What gradients are multiplied by: the nominal weight of the step, relative to the real one."""
-        assert self._total is not None
-        if self._total.device.type == "cpu":
-            total = self._total.item()
-            return self._step_samples / total if total > 0 else 0.0
-        return torch.where(self._total > 0, self._step_samples / self._total, 0.0)
 
 
 def refuse_forward(finding: str) -> None:

@@ -41,11 +41,10 @@ from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.train.checks import snapshot
+from paceline.train.hooks import Hooks, HookTable
 from paceline.train.pipeline_step import PipelineLossModule
-from paceline.train.train_step import TrainStep
 
 _WAITS = 3  # numbers about waiting: the share of time, the time that reading takes, and that of new workers
-Add = Callable[[MicroBatch], Tensor]
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class ModelFlops:
     def __init__(
         self,
         module: LossModule,
-        stepper: TrainStep,
+        hooks: HookTable,
         mesh: Mesh,
         draw: NoiseContext,
         code: Sequence[Any],
@@ -65,9 +64,8 @@ class ModelFlops:
         countable: bool,
     ) -> None:
         """`eager`: nothing is compiled; `countable`: all of it runs in the main thread."""
-        self._module, self._mesh = module, mesh
-        # The recorder of a custom loop, which has these figures, may outlive its Trainer.
-        self._stepper, self._draw = ref(stepper), ref(draw)
+        self._module, self._mesh, self._hooks = module, mesh, hooks
+        self._draw = ref(draw)  # the recorder of a custom loop, which has these figures, may outlive its Trainer
         self._code, self._compiles, self._countable = code, not eager, countable
         self.per_sample: float | None = None
         self.peak: float | None = None  # FLOP/s of this device
@@ -76,45 +74,42 @@ class ModelFlops:
         """Count an eager model in the second of the following micro-batches: the first shows whether it is compiled."""
         self.per_sample = self.peak = None
         if self._countable and not _is_redundant(self._module, self._mesh):
-            self._replace_add(self._add_first)
+            self._hooks.set(Hooks(name="flops", before_micro=self._watch_first))
 
-    def _replace_add(self, counted: Callable[[Add, MicroBatch], Tensor]) -> None:
-        """For one call of `TrainStep.add`, so that others cost nothing."""
-        owner = self._stepper()
-        assert owner is not None
-        stepper, present = vars(owner), owner.add
-        replaced = "add" in stepper
-
-        def add(micro: MicroBatch) -> Tensor:
-            if replaced:
-                stepper["add"] = present
-            else:
-                del stepper["add"]
-            return counted(present, micro)
-
-        stepper["add"] = add
-
-    def _add_first(self, add: Add, micro: MicroBatch) -> Tensor:
+    def _watch_first(self, micro: MicroBatch) -> None:
         before = _compiled_frames()
-        loss = add(micro)
-        is_compiled = any(part._compiled_call_impl is not None for part in self._module.modules())
-        self._compiles |= is_compiled or _compiled_frames() > before
-        if self._compiles:
-            if not isinstance(self._module, PipelineLossModule):
-                self._count_on_fakes(micro)
-        elif not _compiled_frames():  # otherwise a function in it may have been compiled before
-            self._replace_add(self._add_counted)
-        return loss
 
-    def _add_counted(self, add: Add, micro: MicroBatch) -> Tensor:
-        with ExitStack() as counting:
-            count = counting.enter_context(FlopCount())
-            loss = self._add_within(counting, count, add, micro)
-        self._take(count, micro.samples)
-        return loss
+        def done(_: MicroBatch) -> None:
+            self._hooks.remove("flops")
+            is_compiled = any(part._compiled_call_impl is not None for part in self._module.modules())
+            self._compiles |= is_compiled or _compiled_frames() > before
+            if not self._compiles:
+                if not _compiled_frames():  # otherwise a function in it may have been compiled before
+                    self._hooks.set(Hooks(name="flops", before_micro=self._count_second))
+            elif not isinstance(self._module, PipelineLossModule):
+                self._hooks.set(Hooks(name="flops", on_losses=lambda _: self._count_on_fakes(micro)))
+
+        self._hooks.set(Hooks(name="flops", after_backward=done))
+
+    def _count_second(self, micro: MicroBatch) -> None:
+        counting = ExitStack()
+        count = counting.enter_context(FlopCount())
+
+        def before_backward(micro: MicroBatch, value: Tensor) -> None:
+            """End the count before a backward that would have other bits in it."""
+            if count.changes_backward:
+                counting.close()
+
+        def done(micro: MicroBatch) -> None:
+            counting.close()
+            self._hooks.remove("flops")
+            self._take(count, micro.samples)
+
+        self._hooks.set(Hooks(name="flops", before_backward=before_backward, after_backward=done))
 
     def _count_on_fakes(self, micro: MicroBatch) -> None:
         """In the first step, which compiles, because restoring a model waits for the GPU."""
+        self._hooks.remove("flops")
         draw = self._draw()
         assert draw is not None
         try:
@@ -123,27 +118,6 @@ class ModelFlops:
             self._take(count, micro.samples)
         except Exception as error:  # a forward that depends on values
             _log.debug("FLOPs are not known: %r", error)
-
-    def _add_within(self, counting: ExitStack, count: FlopCount, add: Add, micro: MicroBatch) -> Tensor:
-        """End the count before a backward that would have other bits in it."""
-        owner = self._stepper()
-        assert owner is not None
-        stepper, backward = vars(owner), owner.backward
-        replaced = "backward" in stepper
-
-        def run_backward(*arguments: Any) -> Tensor:
-            if count.changes_backward:
-                counting.close()
-            return backward(*arguments)
-
-        stepper["backward"] = run_backward
-        try:
-            return add(micro)
-        finally:
-            if replaced:
-                stepper["backward"] = backward
-            else:
-                del stepper["backward"]
 
     def _take(self, count: FlopCount, samples: int) -> None:
         if count.uncounted:

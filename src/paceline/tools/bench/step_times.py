@@ -20,6 +20,7 @@ where it can't be told from the computation: there it is part of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
@@ -32,8 +33,9 @@ from paceline.data.loader import MicroBatch
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.tools.bench import step_report
 from paceline.train import loop
+from paceline.train.engine import Engine
+from paceline.train.hooks import Hooks
 from paceline.train.pipeline_step import PipelineStep
-from paceline.train.sliced_step import SlicedStep
 from paceline.train.trainer import Trainer
 
 _END, _APART = "end", "apart"  # of a step; of no step
@@ -116,27 +118,48 @@ class TimedTrainer(Trainer):
 
 
 def watch(job: loop.Job, times: StepTimes) -> None:
-    """Wrap the parts of a job."""
-    engine, stepper, micros = job.engine, job.engine.stepper, job.micros
+    """Note what happens between the calls of the loop and, unless a graph captures the step, within it."""
+    engine, micros = job.engine, job.micros
+    if engine.graphed is not None:
+        within, complete = Hooks(name="bench"), step_report.GRAPH
+    elif isinstance(engine.stepper, PipelineStep):
+        within, complete = _hooks(engine, times, step_report.BOTH), step_report.OPTIMIZER
+    else:
+        within, complete = _hooks(engine, times, step_report.BACKWARD), step_report.OPTIMIZER
+    engine.hooks.set(replace(within, after_step=lambda _: times.note(complete)))
     job.micros = lambda: _read(micros(), times)
     _wrap(job.actions, "run_due", times, step_report.LOGGING)
     if engine.local_steps is not None:
         _wrap(engine.local_steps, "after_step", times, step_report.ROUND, before=step_report.OPTIMIZER)
-    if engine.graphed is not None:  # no notes inside, which would be captured
-        _wrap(engine.graphed, "take", times, step_report.GRAPH)
-        return
-    if isinstance(stepper, PipelineStep):
-        _wrap(stepper, "add", times, step_report.BOTH)
-    else:
-        _wrap(stepper, "_forward", times, step_report.FORWARD)
-        if isinstance(engine.wrapped.forward, DynamicDDP):
-            stepper.backward = _reducing_backward(stepper.backward, times)  # type: ignore[method-assign]
-        else:
-            _wrap(stepper, "backward", times, step_report.BACKWARD)
-    if isinstance(stepper, SlicedStep):
-        _wrap(stepper, "_add_up", times, step_report.COMMUNICATION)
-    _wrap(stepper, "factor", times, step_report.COMMUNICATION)  # waits for the weights of all ranks
-    _wrap(engine.updater, "apply", times, step_report.OPTIMIZER)
+
+
+def _hooks(engine: Engine, times: StepTimes, work: str) -> Hooks:
+    """`work`: what ends with a backward. That of DDP ends with communication."""
+    reduces, weights = isinstance(engine.wrapped.forward, DynamicDDP), engine.stepper.weights
+    exchange = step_report.COMMUNICATION if engine.config.fixed_order else step_report.OTHER  # of slices
+
+    def before_backward(micro: MicroBatch, value: Tensor) -> None:
+        times.note(step_report.FORWARD)
+        if reduces and micro.last:
+            value.register_hook(complete)
+
+    def complete(gradient: Tensor) -> None:
+        # Called at the beginning of the backward. Callbacks run in the order in which they are queued, after the last
+        # gradient; the one of DDP, which waits for its buckets, is queued when the last bucket is full.
+        torch.autograd.Variable._execution_engine.queue_callback(times.gradients_complete)
+
+    def after_backward(micro: MicroBatch) -> None:
+        times.note(step_report.COMMUNICATION if reduces and micro.last else work)
+
+    return Hooks(
+        name="bench",
+        before_forward=lambda _: times.note(step_report.OTHER),
+        before_backward=before_backward,
+        after_backward=after_backward,
+        on_losses=lambda _: times.note(exchange),
+        # It has waited for the weights of all ranks.
+        on_reduced=lambda _: times.note(step_report.COMMUNICATION if weights.data_weighted else step_report.OTHER),
+    )
 
 
 def _read(micros: Iterator[MicroBatch], times: StepTimes) -> Iterator[MicroBatch]:
@@ -163,25 +186,3 @@ def _wrap(owner: Any, name: str, times: StepTimes, part: str, before: str = step
         return result
 
     setattr(owner, name, timed)
-
-
-def _reducing_backward(backward: Callable[..., Tensor], times: StepTimes) -> Callable[..., Tensor]:
-    """The backward of DDP, with a note when the gradients of this rank are complete."""
-
-    def complete(gradient: Tensor) -> None:
-        # Called at the beginning of the backward. Callbacks run in the order in which they are queued, after the last
-        # gradient; the one of DDP, which waits for its buckets, is queued when the last bucket is full.
-        torch.autograd.Variable._execution_engine.queue_callback(times.gradients_complete)
-
-    def timed(micro: MicroBatch, value: Tensor, *others: Any) -> Tensor:
-        times.note(step_report.OTHER)
-        if not micro.last:
-            loss = backward(micro, value, *others)
-            times.note(step_report.BACKWARD)
-            return loss
-        value.register_hook(complete)
-        loss = backward(micro, value, *others)
-        times.note(step_report.COMMUNICATION)
-        return loss
-
-    return timed

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 import paceline
 import tiny
-from paceline.train.train_step import run_backward
+from paceline.train.loss_weights import run_backward
 
 
 def loss_of(model: nn.Module) -> Tensor:
