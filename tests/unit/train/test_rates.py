@@ -262,6 +262,7 @@ def compiled_and_sharded(folder: str) -> dict[str, Any]:
     return trained(Path(folder), model, strategy="fsdp", blocks=["0"])
 
 
+@pytest.mark.nightly  # 3 CPU seconds
 def test_a_compiled_and_sharded_model_is_counted(tmp_path: Path) -> None:
     assert has_flops(paceline.launch(compiled_and_sharded, ranks=2, folder=str(tmp_path)), MLP_FLOPS, world=2)
 
