@@ -257,18 +257,18 @@ def trainer_of(model: str, **settings: Any) -> Trainer:
     return Trainer(built, optimizer, **{**fixed, **chosen.settings, **settings})
 
 
-_references: dict[tuple[str, str, int], ParityRun] = {}  # each is trained once
+_on_one_rank: dict[tuple[str, str, int], ParityRun] = {}  # each is trained once
 
 
-def references(cells: Sequence[Cell]) -> list[ParityRun]:
+def runs_on_one_rank(cells: Sequence[Cell]) -> list[ParityRun]:
     """Of each cell: its model on one rank."""
     ones = [(each.model, each.precision, each.settings.get("batch", BATCH)) for each in cells]
-    new = [one for one in dict.fromkeys(ones) if one not in _references]
+    new = [one for one in dict.fromkeys(ones) if one not in _on_one_rank]
     alone = [cell(model, "single", precision, batch=batch) for model, precision, batch in new]
     for one, run in zip(new, _launch(alone, [{}] * len(new), None), strict=True):
         assert isinstance(run, ParityRun), run
-        _references[one] = run
-    return [_references[one] for one in ones]
+        _on_one_rank[one] = run
+    return [_on_one_rank[one] for one in ones]
 
 
 def compare(cells: Sequence[Cell], fault: str | None = None) -> dict[Cell, ParityRow]:
@@ -284,7 +284,7 @@ def compare(cells: Sequence[Cell], fault: str | None = None) -> dict[Cell, Parit
         resumed = _launch(later, [{"load": path} for path in saves.values()], fault)
     rows: dict[Cell, ParityRow] = {}
     runs |= zip(saves, resumed, strict=True)
-    for (each, run), one in zip(runs.items(), references(list(runs)), strict=True):
+    for (each, run), one in zip(runs.items(), runs_on_one_rank(list(runs)), strict=True):
         steps = slice(STEPS // 2 if each in saves else 0, None)
         expected = ParityRun(one.losses[steps], one.norms[steps], one.weights)
         rows[each] = comparison.compare(str(each), expected, run, BOUNDS[each.precision])

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import PacelineError, TrainError
-from worlds import launch, ranks
+from worlds import ranks
 
 SAMPLES, BATCH, STEPS, CLASSES = 48, 8, 5, 4
 
@@ -187,7 +187,7 @@ def one_rank_changes_its_kind() -> None:
 
 def test_a_rank_that_changes_the_kind_of_its_loss_is_the_one_that_failed() -> None:
     with pytest.raises(PacelineError, match=r"train\.loss-changed-kind"):
-        launch(one_rank_changes_its_kind, ranks=2)
+        paceline.launch(one_rank_changes_its_kind, ranks=2)
 
 
 def scales(**settings: Any) -> list[float]:
@@ -216,8 +216,8 @@ def scales(**settings: Any) -> list[float]:
 
 
 def test_fp16_skips_the_same_steps_on_any_number_of_ranks() -> None:
-    alone = launch(scales, ranks=1)
+    alone = paceline.launch(scales, ranks=1)
     assert alone[-1] < 2.0**19
-    assert launch(scales, ranks=4) == alone
-    assert launch(scales, ranks=2, strategy="fsdp") == alone
-    assert launch(scales, ranks=1, accumulate=4) == alone
+    assert paceline.launch(scales, ranks=4) == alone
+    assert paceline.launch(scales, ranks=2, strategy="fsdp") == alone
+    assert paceline.launch(scales, ranks=1, accumulate=4) == alone

@@ -177,7 +177,7 @@ LOOPS: dict[str, Callable[[str, dict[str, Any]], dict[str, Tensor]]] = {
 
 
 @functools.cache
-def plain(loop: str) -> dict[str, dict[str, Tensor]]:
+def without_checkpoints(loop: str) -> dict[str, dict[str, Tensor]]:
     """On one rank, without checkpoints."""
     states: dict[str, dict[str, Tensor]] = launch(by_loop, ranks=1, loop=loop, hows=["plain", "nested, plain"])
     return states
@@ -199,7 +199,7 @@ def plain(loop: str) -> dict[str, dict[str, Tensor]]:
 def test_a_recomputed_forward_draws_the_numbers_of_the_first_one(
     loop: str, hows: list[str], ranks: int, settings: Any
 ) -> None:
-    one = plain(loop)
+    one = without_checkpoints(loop)
     found = launch(by_loop, ranks=ranks, loop=loop, hows=hows, **settings)
     apart = {}
     for how, state in found.items():
