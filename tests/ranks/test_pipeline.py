@@ -247,7 +247,7 @@ def broken(fault: str) -> dict[str, Any]:
 
 
 @functools.cache
-def of_gpt() -> dict[str, Any]:
+def gpt_on_one_rank() -> dict[str, Any]:
     """On one rank."""
     results: dict[str, Any] = launch(all_results, ranks=1, cases=[("gpt", {})])[0]
     return results
@@ -255,7 +255,7 @@ def of_gpt() -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", ["copies of the tied weight keep their own gradients", "padding counts"])
 def test_the_comparison_bites_when_a_fault_is_built_in(fault: str) -> None:
-    one = of_gpt()
+    one = gpt_on_one_rank()
     found = paceline.launch(broken, ranks=2, fault=fault)
     assert (found["losses"] - one["losses"]).abs().max() > 1e-6
 
