@@ -10,12 +10,14 @@ Exit status 1 if a program gives another result without a word, crashes, hangs, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+os.environ["PACELINE_ALL_TESTS"] = "1"  # programs as long as in `make test-all`
 import torch
 
 import paceline.train.trainer  # noqa: F401  # before ranks are forked, so that it is imported once

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import count, pairwise
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -258,11 +257,18 @@ def trainer_of(model: str, **settings: Any) -> Trainer:
     return Trainer(built, optimizer, **{**fixed, **chosen.settings, **settings})
 
 
-@cache
-def reference(model: str, precision: str, batch: int) -> ParityRun:
-    [one] = _launch([cell(model, "single", precision, batch=batch)], [{}], None)
-    assert isinstance(one, ParityRun), one
-    return one
+_on_one_rank: dict[tuple[str, str, int], ParityRun] = {}  # each is trained once
+
+
+def runs_on_one_rank(cells: Sequence[Cell]) -> list[ParityRun]:
+    """Of each cell: its model on one rank."""
+    ones = [(each.model, each.precision, each.settings.get("batch", BATCH)) for each in cells]
+    new = [one for one in dict.fromkeys(ones) if one not in _on_one_rank]
+    alone = [cell(model, "single", precision, batch=batch) for model, precision, batch in new]
+    for one, run in zip(new, _launch(alone, [{}] * len(new), None), strict=True):
+        assert isinstance(run, ParityRun), run
+        _on_one_rank[one] = run
+    return [_on_one_rank[one] for one in ones]
 
 
 def compare(cells: Sequence[Cell], fault: str | None = None) -> dict[Cell, ParityRow]:
@@ -277,11 +283,11 @@ def compare(cells: Sequence[Cell], fault: str | None = None) -> dict[Cell, Parit
         later = [Cell(each.model, each.resumed_on or "", each.precision, each.settings) for each in saves]
         resumed = _launch(later, [{"load": path} for path in saves.values()], fault)
     rows: dict[Cell, ParityRow] = {}
-    for each, run in {**runs, **dict(zip(saves, resumed, strict=True))}.items():
-        one = reference(each.model, each.precision, each.settings.get("batch", BATCH))
+    runs |= zip(saves, resumed, strict=True)
+    for (each, run), one in zip(runs.items(), runs_on_one_rank(list(runs)), strict=True):
         steps = slice(STEPS // 2 if each in saves else 0, None)
-        one = ParityRun(one.losses[steps], one.norms[steps], one.weights)
-        rows[each] = comparison.compare(str(each), one, run, BOUNDS[each.precision])
+        expected = ParityRun(one.losses[steps], one.norms[steps], one.weights)
+        rows[each] = comparison.compare(str(each), expected, run, BOUNDS[each.precision])
     return rows
 
 

@@ -25,8 +25,22 @@ Enough = Callable[[Sequence[RankEvidence]], object]
 DEADLINE = 60.0
 
 
+LOOKS = 5  # in a row: a rank that polls sleeps now and then
+
+
 def all_stand_still(pages: Pages, ranks: int) -> bool:
-    return len(pages) == ranks and all(page.place and page.stood >= 0.5 for page in pages.values())
+    """On a machine under load, a rank that has not moved for a while may be waiting for the CPU."""
+    stalled = len(pages) == ranks and all(page.place and page.stood >= 0.5 for page in pages.values())
+    return stalled and all(_sleeps(page.pid) for page in pages.values())
+
+
+def _sleeps(pid: int) -> bool:
+    """Whether no thread of a process runs, or waits for the CPU."""
+    try:
+        stats = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except OSError:  # a thread ended meanwhile
+        return False
+    return all(stat.rpartition(")")[2].split()[0] not in "RD" for stat in stats)
 
 
 class Observer:
@@ -54,8 +68,9 @@ class Observer:
                     os.kill(page.pid, signal.SIGKILL)
 
     def _observe(self) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while not (self.pages and self._ready(self.pages)) and time.monotonic() < deadline:
+        deadline, looks = time.monotonic() + DEADLINE, 0
+        while looks < LOOKS and time.monotonic() < deadline:
+            looks = looks + 1 if self.pages and self._ready(self.pages) else 0
             time.sleep(0.02)
             with suppress(OSError):
                 self.logs = RunFolder(Path((self._folder / "logs").read_text()))

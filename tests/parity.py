@@ -8,6 +8,7 @@ from typing import Any
 
 import paceline
 import tiny
+import worlds
 
 STEPS = 20
 LOSS_BOUND = {"fp64": 1e-9, "fp32": 1e-6, "bf16": 1e-3, "fp16": 5e-3}
@@ -32,7 +33,8 @@ class Case:
 
 def run(cases: Sequence[Case], ranks: int, fault: str | None = None, steps: int = STEPS) -> list[paceline.History]:
     """Train them one after the other in one world of that many ranks."""
-    histories: list[paceline.History] = paceline.launch(_train_all, ranks=ranks, cases=cases, fault=fault, steps=steps)
+    launch = worlds.launch if fault is None else paceline.launch
+    histories: list[paceline.History] = launch(_train_all, ranks=ranks, cases=cases, fault=fault, steps=steps)
     assert {len(history.losses) for history in histories} == {steps}
     return histories
 

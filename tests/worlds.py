@@ -45,6 +45,7 @@ import torch.distributed as torch_dist
 from torch._C._distributed_c10d import FileStore
 from torch._dynamo.utils import counters
 
+import paceline
 from paceline.runtime import collectives, environment, process_group
 from paceline.runtime.processes import fork, keep_gloo_from_preempting, wait_until_idle
 from paceline.tools.testing import runner
@@ -57,6 +58,8 @@ _MOST_BODIES = 200  # of one set of ranks: memory that bodies keep is bounded
 # Seconds. Then ranks that have ended their body are killed: others may wait for the end of their connections, which is
 # the end of the process for new ranks.
 _ALONE = 2.0
+_LAUNCH_TIMEOUT = 300.0  # tests have limits of their own
+_RESULT = "result"  # the file with what rank 0 returned
 
 fixtures: frozenset[str] = frozenset()  # of the running test; set by conftest.py
 
@@ -80,15 +83,32 @@ def run_on_ranks(number: int, body: Callable[[], Any], *, timeout: float = 60.0)
     _run_somewhere(number, body, (), {}, timeout)
 
 
+def launch(function: Callable[..., Any], *, ranks: int, **arguments: Any) -> Any:
+    """Like `paceline.launch`: what the function returns on rank 0. For one that replaces nothing in its process,
+    starts no run that others resume, and trains on no data set of its module: a process remembers those that it has
+    read."""
+    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
+        changing = ALL or fixtures & _CHANGING_THE_PROCESS
+        order = None if changing else _packed(ranks, name, function, (), arguments)
+        if order is None or not _know(function.__module__):
+            return paceline.launch(function, ranks=ranks, **arguments)
+        _require_success(_on_waiting_ranks(ranks, order, _LAUNCH_TIMEOUT), name, _LAUNCH_TIMEOUT)
+        result = Path(name, _RESULT)
+        return torch.load(result, weights_only=False) if result.exists() else None
+
+
 def _run_somewhere(number: int, body: Callable[..., Any], args: Any, kwargs: Any, timeout: float) -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as name:
         order = None if ALL or fixtures & _CHANGING_THE_PROCESS else _packed(number, name, body, args, kwargs)
         if order is None or not _know(body.__module__):
             runner.run_on_ranks(number, lambda: body(*args, **kwargs), timeout=timeout)
             return
-        codes = _on_waiting_ranks(number, order, timeout)
-        if any(code != 0 for code in codes.values()):
-            raise runner.RankFailure(runner._report(codes, Path(name), timeout))
+        _require_success(_on_waiting_ranks(number, order, timeout), name, timeout)
+
+
+def _require_success(codes: dict[int, int | None], folder: str, timeout: float) -> None:
+    if any(code != 0 for code in codes.values()):
+        raise runner.RankFailure(runner._report(codes, Path(folder), timeout))
 
 
 # What is sent to a rank.
@@ -111,12 +131,12 @@ class _Order:
     working_folder: str = field(default_factory=os.getcwd)
     filters: list[Any] = field(default_factory=lambda: list(warnings.filters))
 
-    def run(self) -> None:
+    def run(self) -> Any:
         cells = tuple(types.CellType(value) for value in self.cells)
         names = sys.modules[self.module].__dict__
         function = types.FunctionType(marshal.loads(self.code), names, self.name, self.defaults[0], cells)
         function.__kwdefaults__ = self.defaults[1]
-        function(*self.args, **self.kwargs)
+        return function(*self.args, **self.kwargs)
 
 
 def _packed(number: int, folder: str, body: Any, args: Any, kwargs: Any) -> bytes | None:
@@ -312,7 +332,10 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
         torch_dist.barrier()
         keep_gloo_from_preempting()
         collectives.debug(True)
-        order.run()
+        result = order.run()
+        if result is not None and rank == 0:
+            torch.save(result, f"{order.folder}/{_RESULT}")
+        del result
         if not torch_dist.is_initialized():
             raise AssertionError("the test destroyed a process group that it did not initialize")
         _end_watches()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from check_jsonschema import main as check_jsonschema
 
 import forked
 
@@ -46,6 +45,8 @@ def validate(schema: str, path: Path) -> subprocess.CompletedProcess[str]:
     command = ["check-jsonschema", "--builtin-schema", schema, str(path)]
 
     def check() -> None:
+        from check_jsonschema import main as check_jsonschema  # only here: it would make each fork dearer
+
         sys.argv = command
         check_jsonschema()
 

@@ -1,6 +1,6 @@
 """The tutorial: its script, notebook and page are equal, and each of the ways to run it works.
 
-`make test` runs the script; the notebook has its cells, so that they are run as well.
+`make test` runs the script on the ranks of one launcher; the notebook has its cells, so that they are run as well.
 """
 
 from __future__ import annotations
@@ -82,6 +82,14 @@ def test_the_notebook_runs_from_top_to_bottom(build: Any) -> None:
     assert {*build.to_page(notebook)[1]} == {"bubble", "memory"}
 
 
+@pytest.mark.timeout(300)
+def test_all_sections_run_on_the_ranks_of_one_launcher(tmp_path: Path) -> None:
+    done = forked.paceline("launch", "-n", "2", str(SCRIPT), "--distributed", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check(done.stdout, EVERYWHERE)
+
+
+@pytest.mark.nightly  # 10 CPU seconds
 @pytest.mark.timeout(300)
 def test_the_script_starts_its_ranks_and_writes_its_figures(tmp_path: Path) -> None:
     done = forked.script(SCRIPT, "--figures", "figures", cwd=tmp_path)

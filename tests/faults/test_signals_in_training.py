@@ -69,7 +69,7 @@ class SendsWhenRead(Dataset[Any]):
     """Validation data. Reading the 50th sample sends SIGTERM on one rank; reading most of them afterwards fails."""
 
     def __init__(self, rank: int | None) -> None:
-        self.data, self.rank, self.read = tiny.blobs(4000), rank, 0
+        self.data, self.rank, self.read = tiny.blobs(100 if rank is None else 4000), rank, 0
 
     def __len__(self) -> int:
         return len(self.data)

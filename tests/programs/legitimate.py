@@ -1,7 +1,7 @@
 """Programs that are unusual and right: each trains on ranks as in a plain loop, without a word.
 
 Each is written as a user would write it. One batch is the whole dataset, so that the order of samples does not matter:
-4 steps of a plain loop over it are what ranks have to give.
+a few steps of a plain loop over it are what ranks have to give.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from torch.utils.data import (
 )
 
 from programs.parts import mlp
+from samples import sample
 
-SAMPLES, FEATURES, CLASSES, STEPS = 8, 8, 3, 4
+SAMPLES, FEATURES, CLASSES, STEPS = 8, 8, 3, sample(3, 4)
 
 Loss = Callable[[Any, Any], Any]
 

@@ -93,7 +93,8 @@ class _Said:
 def try_program(
     program: Program, fault: Callable[[], None] | None = None, run: Callable[..., None] = run_on_ranks
 ) -> Outcome:
-    """`fault` is built into every rank, to see that it is found. `run` starts the ranks, or uses those that wait."""
+    """`fault` is built into every rank, to see that it is found. `run` starts the ranks, or uses those that wait. Ranks
+    that will be killed are always started."""
     try:
         expected = train_plainly(program)
     except Exception as error:  # paceline need not do better than torch
@@ -106,7 +107,7 @@ def try_program(
         for number, (layout, first, last) in enumerate(phases):
             (folder / str(number)).mkdir()
             try:
-                run(
+                (run_on_ranks if program.killed and last is not None else run)(
                     LAYOUTS[layout][0],
                     lambda: _train(program, layout, first, last, folder, folder / str(number), fault),  # noqa: B023
                     timeout=DEADLINE,

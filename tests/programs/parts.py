@@ -32,9 +32,11 @@ from torch.utils.data import (
 )
 
 import paceline
+from samples import sample
 
 FEATURES, CLASSES, VOCABULARY, TOKENS = 8, 3, 20, 6
-SAMPLES, BATCH, VALIDATION = 45, 10, 17  # the last step of an epoch has 5 samples, which no layout divides
+# The last step of an epoch has 5 samples, which no layout divides.
+SAMPLES, BATCH, VALIDATION = sample(25, 45), 10, 17
 
 
 def mlp() -> nn.Sequential:

@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline
 from paceline.data.sample_order import Permutation
 from programs import parts
+from samples import sample
 
-EPOCHS, STEPS = 3, 11
+EPOCHS, STEPS = 3, sample(8, 11)  # more than two epochs of steps
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {"strategy": "single"}),

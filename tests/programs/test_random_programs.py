@@ -12,15 +12,14 @@ from programs.program import Program, draw
 
 @pytest.mark.parametrize("number", range(60))  # `make soak-programs` tries 3,000
 def test_no_program_is_silently_wrong(number: int) -> None:
-    program = draw(number)
-    outcome = try_program(program) if program.killed else try_program(program, run=worlds.run_on_ranks)
+    outcome = try_program(draw(number), run=worlds.run_on_ranks)
     assert not outcome.is_violation, f"{outcome.kind}: {outcome.program}\n{outcome.text}"
 
 
 @pytest.mark.parametrize("fault", ["mean of means", "repeated samples"])
 def test_the_comparison_finds_a_fault_that_is_built_in(fault: str) -> None:
     program = Program(0, "mlp", "sum-and-weight", "tensors", "sgd", "steps", "ddp:3")
-    assert try_program(program).kind == "same"
+    assert try_program(program, run=worlds.run_on_ranks).kind == "same"
     assert try_program(program, parity.FAULTS[fault]).kind == "silent"
 
 

@@ -18,24 +18,24 @@ from torch.utils.data import Dataset
 import dropout_models
 import tiny
 from dropout_models import cell
-from paceline import Trainer, dist, launch
+from paceline import Trainer, dist
 from samples import ALL, sample
+from worlds import launch
 
 CORE = [
-    *(cell(model, "ddp:3", accumulate=3) for model in ("gpt2", "vit")),
+    cell("gpt2", "ddp:3", accumulate=3),
     cell("gpt2", "fsdp:2", recompute="full"),
     cell("ragged", "ddp:3", accumulate=2),
     cell("gpt2", "fsdp:2", then="ddp:3", accumulate=2),
     cell("gpt", "tp:2"),
     cell("gpt", "pp:2", recompute="full"),
-    cell("sequential", "pp:2"),
-    cell("gpt", "shard=2 tensor=2"),
 ]
 MORE = [
-    *(cell(model, "ddp:3", accumulate=3) for model in ("bert", "t5")),
+    *(cell(model, "ddp:3", accumulate=3) for model in ("vit", "bert", "t5")),
     cell("vit", "fsdp:2", "fp32", recompute="selective"),
     cell("llama", "tp:2", tensor={"sequence": False}),
-    cell("staged-llama", "pp:2"),
+    *(cell(model, "pp:2") for model in ("sequential", "staged-llama")),
+    cell("gpt", "shard=2 tensor=2"),
 ]
 DETECTED_BY = {
     "wrong sample": [cell("ragged", "ddp:2"), cell("gpt", "fsdp:2"), cell("vit", "ddp:2")],

@@ -17,7 +17,7 @@ import tiny
 from paceline.errors import DataError, TrainError
 from paceline.models.losses import weighted_means
 from paceline.train import metric_functions
-from worlds import ranks
+from worlds import launch, ranks
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -410,7 +410,7 @@ def _evaluated_and_predicted() -> list[Any]:
 
 
 def test_metrics_and_predictions_of_logits_that_are_split_over_the_vocabulary_and_stages() -> None:
-    values, outputs = paceline.launch(_evaluated_and_predicted, ranks=4)
+    values, outputs = launch(_evaluated_and_predicted, ranks=4)
     trainer = tiny.gpt_trainer(batch=8, metrics={"accuracy": token_accuracy})
     assert values == pytest.approx(trainer.evaluate(tiny.Sequences(7)).values)
     torch.testing.assert_close(outputs, trainer.predict(tiny.Sequences(7)))

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import paceline
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
-from worlds import ranks
+from worlds import launch, ranks
 
 
 class Changing(nn.Module):
@@ -112,7 +111,7 @@ def evaluations_of(**settings: Any) -> list[float]:
 @pytest.mark.parametrize("layout", ["ddp:3", "fsdp:2"])
 def test_running_statistics_of_instance_norm_are_those_of_all_ranks(layout: str) -> None:
     strategy, number = layout.split(":")
-    found = paceline.launch(evaluations_of, ranks=int(number), strategy=strategy)
+    found = launch(evaluations_of, ranks=int(number), strategy=strategy)
     assert found == pytest.approx(evaluations_of(), rel=1e-9)
 
 

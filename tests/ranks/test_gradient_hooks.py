@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import paceline
 import tiny
 from paceline.errors import PacelineError
-from worlds import ranks
+from worlds import launch, ranks
 
 
 class Later:
@@ -49,13 +48,13 @@ def losses_of(**settings: Any) -> list[float]:
 @pytest.mark.parametrize("layout", ["ddp:2", "fsdp:2", "pp:2", "hsdp:4"])
 def test_hooks_receive_the_gradient_of_the_step(layout: str) -> None:
     strategy, number = layout.split(":")
-    found = paceline.launch(losses_of, ranks=int(number), strategy=strategy, clip_norm=0.5)
+    found = launch(losses_of, ranks=int(number), strategy=strategy, clip_norm=0.5)
     assert found == pytest.approx(losses_of(clip_norm=0.5), rel=1e-9)
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_hooks_are_called_once_for_accumulated_micro_batches(number: int) -> None:
-    assert paceline.launch(losses_of, ranks=number, accumulate=2) == pytest.approx(losses_of(), rel=1e-9)
+    assert launch(losses_of, ranks=number, accumulate=2) == pytest.approx(losses_of(), rel=1e-9)
 
 
 @ranks(2)

@@ -18,6 +18,7 @@ import yaml
 
 import forked
 import nodes
+from samples import ALL, sample
 
 PACELINE = [sys.executable, "-m", "paceline"]
 
@@ -98,7 +99,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--fresh"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--fresh"], marks=pytest.mark.nightly)])
 def test_the_first_failure_is_the_last_thing_on_screen_once(tmp_path: Path, options: list[str]) -> None:
     done = forked.paceline("launch", "-n", "2", *options, write(tmp_path, FAILING), cwd=tmp_path)
     assert done.returncode == 1
@@ -119,14 +120,13 @@ def test_a_script_that_changes_its_folder_keeps_its_traceback(tmp_path: Path) ->
 
 def test_standard_input_reaches_rank_zero(tmp_path: Path) -> None:
     script = write(tmp_path, "import sys; print('got', sys.stdin.read())")
-    done = subprocess.run(
-        [*PACELINE, "launch", "-n", "2", script],
-        cwd=tmp_path,
-        input="hello",
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    write(tmp_path, "hello", "typed")
+
+    def launch() -> None:
+        os.dup2(os.open("typed", os.O_RDONLY), 0)
+        forked.command("launch", "-n", "2", script)
+
+    done = forked.function(launch, tmp_path)
     assert done.stdout == "got hello\n", done.stderr
 
 
@@ -228,9 +228,8 @@ for frame in range(3000):
 print("\\nend")
 """
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [*PACELINE, "launch", "-n", "1", write(tmp_path, script)], cwd=tmp_path, stdout=theirs, stderr=theirs
-    )
+    name = write(tmp_path, script)
+    process = forked.start(lambda: forked.command("launch", "-n", "1", name), tmp_path, theirs, theirs)
     os.close(theirs)
     screen = b""
     while True:
@@ -240,7 +239,7 @@ print("\\nend")
             break
         screen += data
     os.close(ours)
-    assert process.wait(timeout=100) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     assert b"frame 17 " in screen and b"frame 2999 " in screen
     logged = (tmp_path / "runs/script/logs/rank-0.log").read_text().splitlines()
     assert logged[-1] == "end" and logged[-2].startswith("frame 2999 ") and len(logged) == 2
@@ -374,9 +373,8 @@ def test_a_run_resumes_in_its_own_folder_on_another_number_of_ranks(tmp_path: Pa
 
 
 def test_train_without_a_recipe_takes_the_embedded_one(tmp_path: Path) -> None:
-    done = in_a_new_interpreter(
-        "train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path
-    )
+    start = in_a_new_interpreter if ALL else forked.paceline
+    done = start("train", "train.max_steps=3", "model.layers=1", "model.width=32", "data.size=20000", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for words in ("bigram model", "sample text:", "run folder: runs/gpt"):
         assert words in done.stdout
@@ -504,7 +502,7 @@ with open(f"pid-{os.environ['RANK']}.partial", "w") as file: file.write(str(os.g
 os.rename(f"pid-{os.environ['RANK']}.partial", f"pid-{os.environ['RANK']}")
 time.sleep(600)
 """
-    for options in ([], ["--fresh"]):
+    for options in ([], ["--fresh"])[: sample(1, 2)]:
         command = [*PACELINE, "launch", "-n", "2", *options, write(tmp_path, script)]
         with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as launcher:
             paths = [tmp_path / "pid-0", tmp_path / "pid-1"]

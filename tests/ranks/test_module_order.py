@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-import paceline
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
-from worlds import ranks
+from worlds import launch, ranks
 
 Choose = Callable[["Experts", Tensor], list[int]]
 
@@ -68,7 +67,7 @@ def losses_of(strategy: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_experts_chosen_by_the_sample_train_as_on_one_rank(strategy: str) -> None:
-    assert paceline.launch(losses_of, ranks=2, strategy=strategy) == pytest.approx(losses_of("single"), rel=1e-9)
+    assert launch(losses_of, ranks=2, strategy=strategy) == pytest.approx(losses_of("single"), rel=1e-9)
 
 
 def code_of(work: Callable[[], Any]) -> tuple[str, str]:
@@ -117,7 +116,7 @@ def dropped_losses(strategy: str) -> list[float]:
 
 
 def test_modules_that_all_ranks_skip_are_allowed() -> None:
-    two = paceline.launch(dropped_losses, ranks=2, strategy="fsdp")
+    two = launch(dropped_losses, ranks=2, strategy="fsdp")
     assert two == pytest.approx(dropped_losses("single"), rel=1e-9)
 
 

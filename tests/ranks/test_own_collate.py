@@ -226,7 +226,7 @@ def test_whole_batches_are_the_same_on_any_layout(collate: Collate) -> None:
         run_on_ranks(number, compare)
 
 
-@pytest.mark.parametrize("collate", [masked, normalized])
+@pytest.mark.parametrize("collate", [masked, pytest.param(normalized, marks=pytest.mark.nightly)])
 def test_a_stream_is_collated_in_whole_batches(collate: Collate) -> None:
     """Every rank reads all of it anyway."""
     weights, losses, _ = trained(Streamed(), collate)

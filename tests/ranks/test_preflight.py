@@ -18,7 +18,7 @@ import tiny
 from paceline import dist, testing
 from paceline.errors import PacelineError
 from paceline.train.checks import preflight
-from worlds import ranks
+from worlds import launch, ranks
 
 
 def code_of(work: Any) -> tuple[str, str]:
@@ -230,7 +230,7 @@ def losses_of_the_same_samples(strategy: str) -> list[float]:
 @pytest.mark.parametrize("strategy", ["tp", "pp"])
 def test_ranks_of_one_replica_may_get_the_same_samples_from_a_sampler_or_as_a_batch(strategy: str) -> None:
     one = tiny.gpt_trainer(batch=8, shuffle=False).train(tiny.Sequences(24), max_steps=2).losses
-    found = paceline.launch(losses_of_the_same_samples, ranks=2, strategy=strategy)
+    found = launch(losses_of_the_same_samples, ranks=2, strategy=strategy)
     assert found == pytest.approx([*one, one[0]], rel=1e-9)
 
 

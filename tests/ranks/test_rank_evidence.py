@@ -80,8 +80,11 @@ def test_ranks_that_do_not_come_and_one_that_waits(tmp_path: Path) -> None:
         return time.monotonic() - page.time
 
     def enough(found: Sequence[RankEvidence]) -> bool:
-        """On a machine under load, the page of a rank that can write it may be old for a moment."""
-        return all(each.silent <= 1.0 for each in found[1:] if can_write(each.rank))
+        """On a machine under load, the page of a rank that can write it may be old for a moment, and a rank that has
+        not moved for a while may be on its way."""
+        written = all(each.silent <= 1.0 for each in found[1:] if can_write(each.rank))
+        there = [functions(each)[:1] for each in found[1:]] == [[blocked.__name__] for blocked in BLOCKED]
+        return written and there and [each.name for each in found[0].pending] == ["broadcast"]
 
     waits, *others = observe(body, len(BLOCKED) + 1, tmp_path, ready, enough).evidence
     number = waits.groups[0].entered

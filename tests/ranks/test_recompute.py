@@ -13,6 +13,7 @@ import torch
 import paceline
 import tiny
 import warm
+from worlds import launch
 
 KINDS = ("off", "full", "every-2", "selective")
 GPT = {"name": "gpt", "layers": 3, "width": 32, "heads": 2, "context": 16, "dropout": 0.1}
@@ -45,7 +46,7 @@ def test_recomputation_changes_no_bit_on_two_ranks(strategy: str, kinds: tuple[s
     ]
     shared = {"strategy": strategy, "train": {"max_steps": 2}}
     cases = [(name, {**shared, **changes, "recompute": kind}) for name, changes in models for kind in kinds]
-    found = paceline.launch(outcomes, ranks=2, cases=cases)
+    found = launch(outcomes, ranks=2, cases=cases)
     for number in range(0, len(cases), len(kinds)):
         expected, *others = found[number : number + len(kinds)]
         for losses, state in others:
@@ -53,7 +54,11 @@ def test_recomputation_changes_no_bit_on_two_ranks(strategy: str, kinds: tuple[s
             assert all(torch.equal(state[key], value) for key, value in expected[1].items())
 
 
-def switched_on_the_way(strategy: str, kind: str) -> tuple[list[float], int, str]:
+def switched_on_the_way(strategy: str, kinds: list[str]) -> list[tuple[list[float], int, str]]:
+    return [switched_on_to(kind, strategy) for kind in kinds]
+
+
+def switched_on_to(kind: str, strategy: str) -> tuple[list[float], int, str]:
     trainer = trainer_of("gpt", strategy=strategy, model=GPT)
     calls = 0
 
@@ -70,8 +75,8 @@ def switched_on_the_way(strategy: str, kind: str) -> tuple[list[float], int, str
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_it_can_be_switched_on_between_two_calls_of_train(strategy: str) -> None:
-    plain, calls, _ = paceline.launch(switched_on_the_way, ranks=2, strategy=strategy, kind="off")
-    losses, more_calls, kind = paceline.launch(switched_on_the_way, ranks=2, strategy=strategy, kind="full")
+    found = launch(switched_on_the_way, ranks=2, strategy=strategy, kinds=["off", "full"])
+    (plain, calls, _), (losses, more_calls, kind) = found
     assert losses == plain and kind == "full" and more_calls == calls + 2
 
 
@@ -82,11 +87,12 @@ def compiled(cases: list[tuple[str, dict[str, Any]]], backend: str) -> list[list
     return [losses for losses, _ in outcomes(cases)]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")  # torch.compile imports it
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.parametrize(
     ("strategy", "kinds"),
     [
-        ("ddp", ("full",)),
+        pytest.param("ddp", ("full",), marks=pytest.mark.nightly),
         ("fsdp", ("selective",)),
         pytest.param("ddp", ("off",), marks=pytest.mark.nightly),
         pytest.param("fsdp", ("off", "full"), marks=pytest.mark.nightly),

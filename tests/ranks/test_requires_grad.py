@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-import paceline
 import tiny
 from paceline import dist
 from paceline.errors import PacelineError
-from worlds import ranks
+from worlds import launch, ranks
 
 
 class Schedule:
@@ -59,7 +58,7 @@ def logged(work: Any) -> list[str]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_losses_equal_those_of_one_rank(strategy: str, accumulate: int) -> None:
     one = losses_of(precision="fp64")
-    two = paceline.launch(losses_of, ranks=2, strategy=strategy, accumulate=accumulate, precision="fp64")
+    two = launch(losses_of, ranks=2, strategy=strategy, accumulate=accumulate, precision="fp64")
     assert two == pytest.approx(one, rel=1e-9)
 
 

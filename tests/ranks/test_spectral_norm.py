@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
-import paceline
 import tiny
 from paceline import dist
 from paceline.errors import LayoutError
-from worlds import ranks
+from worlds import launch, ranks
 
 KINDS: dict[str, Any] = {"hook": spectral_norm, "parametrization": parametrizations.spectral_norm}
 
@@ -32,8 +31,8 @@ def test_the_estimate_changes_once_per_step(kind: str) -> None:
     one = losses_of(kind)
     assert losses_of(kind, accumulate=2) == pytest.approx(one, rel=1e-9)
     assert losses_of(kind, recompute="full", blocks=["2", "4"]) == pytest.approx(one, rel=1e-9)
-    assert paceline.launch(losses_of, ranks=2, kind=kind, strategy="pp") == pytest.approx(one, rel=1e-9)
-    assert paceline.launch(losses_of, ranks=2, kind=kind, strategy="ddp", accumulate=2) == pytest.approx(one, rel=1e-9)
+    assert launch(losses_of, ranks=2, kind=kind, strategy="pp") == pytest.approx(one, rel=1e-9)
+    assert launch(losses_of, ranks=2, kind=kind, strategy="ddp", accumulate=2) == pytest.approx(one, rel=1e-9)
 
 
 @ranks(2)

@@ -37,15 +37,16 @@ def running() -> Iterator[dict[str, str]]:
         started: list[subprocess.Popen[bytes]] = []
         try:
             client_port = _free_port()
+            first = Path(folder, "first.log")
             started.append(
-                _start(environment, "--head", "--port=0", f"--temp-dir={folder}/ray", "--include-dashboard=false",
-                       f"--ray-client-server-port={client_port}")
+                _start(environment, first, "--head", "--port=0", f"--temp-dir={folder}/ray",
+                       "--include-dashboard=false", f"--ray-client-server-port={client_port}")
             )  # fmt: skip
-            found = Path(folder, "ray", "ray_current_cluster")
-            address = eventually(lambda: found.exists() and found.read_text().strip())
+            _wait_for(started[0], first)
+            address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
             second = Path(folder, "second.log")
-            started.append(_start(environment, f"--address={address}", log=second))
-            eventually(lambda: "Ray runtime started" in second.read_text())
+            started.append(_start(environment, second, f"--address={address}"))
+            _wait_for(started[1], second)
             yield {**environment, "RAY_ADDRESS": address}
         finally:
             for process in started:
@@ -58,7 +59,16 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(environment: dict[str, str], *options: str, log: Path = Path(os.devnull)) -> subprocess.Popen[bytes]:
+def _wait_for(process: subprocess.Popen[bytes], log: Path) -> None:
+    def started() -> bool:
+        said = log.read_text()
+        assert process.poll() is None, f"Ray ended ('make system' installs it):\n{said}"
+        return "Ray runtime started" in said
+
+    eventually(started)
+
+
+def _start(environment: dict[str, str], log: Path, *options: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=2", "--num-gpus=0"]
     with log.open("wb") as output:
         return subprocess.Popen([*command, *options], env=environment, stdout=output, stderr=output)
@@ -66,6 +76,8 @@ def _start(environment: dict[str, str], *options: str, log: Path = Path(os.devnu
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Asked to, Ray would take half a minute to end."""
+    if process.poll() is not None:
+        return
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     for member in family:
         with suppress(psutil.NoSuchProcess):

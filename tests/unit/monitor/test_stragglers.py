@@ -180,7 +180,7 @@ def train(strategy: str, run: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.nightly)])
 def test_a_rank_that_computes_or_reads_slowly_is_named_and_a_healthy_run_is_silent(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -119,7 +119,7 @@ def _train_meta(strategy: str, name: str) -> dict[str, Any]:
     return {"before": before, "losses": history.losses, "after": trainer.state_dict()}
 
 
-@pytest.mark.parametrize("name", ["own", "gpt2", "llama"])
+@pytest.mark.parametrize("name", ["own", "gpt2", pytest.param("llama", marks=pytest.mark.nightly)])
 def test_a_meta_model_of_the_users_begins_with_the_same_bits_on_any_layout(name: str) -> None:
     if name != "own":
         pytest.importorskip("transformers")

@@ -208,7 +208,11 @@ def test_ignored_targets_leave_a_step_of_one_micro_batch_as_in_a_plain_loop() ->
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return iter([tiny.blobs()[index] for index in range(40)])
+        data = tiny.blobs(40)
+        return iter([data[index] for index in range(40)])
+
+
+STOPS = [(5, False), (5, True), (7, True), (10, False)]  # after so many steps, in an epoch or at its end
 
 
 def own_epochs(data: Any, folder: Path, *, stops_after: int | None, breaks: bool = False) -> list[Any]:
@@ -237,8 +241,14 @@ def own_epochs(data: Any, folder: Path, *, stops_after: int | None, breaks: bool
     return [tiny.weights(trainer), trainer.step_count, trainer.epoch, optimizer.param_groups[0]["lr"], ended]
 
 
-@pytest.mark.parametrize("data", [TensorDataset(*tiny.blobs(40).tensors), Stream()], ids=["dataset", "stream"])
-@pytest.mark.parametrize(("after", "breaks"), [(5, False), (5, True), (7, True), (10, False)])
+@pytest.mark.parametrize(
+    ("data", "after", "breaks"),
+    [
+        *((TensorDataset(*tiny.blobs(40).tensors), *stop) for stop in STOPS),
+        *(pytest.param(Stream(), *stop, marks=pytest.mark.nightly) for stop in STOPS[:2]),  # it forks 16 workers
+        *((Stream(), *stop) for stop in STOPS[2:]),
+    ],
+)
 def test_a_loop_over_the_remaining_epochs_resumes_where_it_stopped(
     data: Any, after: int, breaks: bool, tmp_path: Path
 ) -> None:

@@ -84,7 +84,10 @@ except KeyboardInterrupt:
     assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
-@pytest.mark.parametrize(("asked", "status"), [("SIGTERM", -signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [pytest.param("SIGTERM", -signal.SIGTERM, marks=pytest.mark.nightly), ("SIGINT", -signal.SIGINT)],
+)
 def test_the_end_is_that_of_the_signal_also_where_another_rank_got_it(asked: str, status: int) -> None:
     done = run_fresh(f"""
 with Signals() as signals:

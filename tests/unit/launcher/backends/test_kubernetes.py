@@ -10,8 +10,6 @@ from typing import Any
 import pydantic
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
-from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
 from paceline.errors import LaunchError
 from paceline.launcher.backends.kubernetes import ManifestOptions, manifest, manifests
@@ -51,7 +49,6 @@ def test_ranks_follow_from_the_gpus_of_a_pod() -> None:
         manifests(None, COMMAND, 5, run="x", nodes=2, ranks=None)
 
 
-SCHEMAS = {"trainjob": TrainerV1alpha1TrainJob, "jobset": JobsetV1alpha2JobSet}
 SMALL = ManifestOptions("jobset", "gpt", "ghcr.io/me/train:1", nodes=1, ranks=2, arguments=("train.py",))
 FULL = ManifestOptions(
     "jobset",
@@ -76,7 +73,11 @@ def read(request: ManifestOptions) -> Any:
 
 def fits(document: Any) -> bool:
     """The models forget fields that they do not know; so what comes back has to be what went in."""
-    schema = SCHEMAS[document["kind"].lower()]
+    # Only here: 15 MB, which each fork of a process of tests would copy.
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
+    schema = {"trainjob": TrainerV1alpha1TrainJob, "jobset": JobsetV1alpha2JobSet}[document["kind"].lower()]
     try:
         made = schema.from_dict(copy.deepcopy(document))
     except pydantic.ValidationError:

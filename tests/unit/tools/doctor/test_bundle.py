@@ -157,7 +157,7 @@ def test_only_known_variables_are_named_and_only_known_values_shown(run: Path) -
     }
 
 
-@pytest.mark.parametrize("seed", range(sample(3, 40)))
+@pytest.mark.parametrize("seed", range(sample(1, 40)))
 def test_nothing_of_a_planted_secret_is_in_a_bundle(seed: int, run: Path) -> None:
     assert len(fake_secrets.KINDS) >= 60
     assert leaked(run, seed, FINDINGS, ENVIRONMENT) == []
@@ -206,12 +206,16 @@ def test_a_long_log_is_cut_between_lines(run: Path) -> None:
 
 
 @pytest.mark.parametrize("shift", [20, 50])
-@pytest.mark.parametrize("place", [bundle.HEAD, 2_000_000 - bundle.TAIL], ids=["head", "tail"])
-def test_a_secret_at_the_cut_is_not_cut_in_half(place: int, shift: int, run: Path) -> None:
+@pytest.mark.parametrize("place", [20_000, 200_000 - 80_000], ids=["head", "tail"])
+def test_a_secret_at_the_cut_is_not_cut_in_half(
+    place: int, shift: int, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "HEAD", 20_000)
+    monkeypatch.setattr(bundle, "TAIL", 80_000)
     secret = fake_secrets.made_up(40)
     line, start = f"export HF_TOKEN={secret}\n", place - shift
-    filler = "step 1 | loss 2.5\n" * 120_000
-    RunFolder(run).rank_log(0).write_text((filler[: start - 1] + "\n" + line + filler)[:1_999_999] + "\n")
+    filler = "step 1 | loss 2.5\n" * 12_000
+    RunFolder(run).rank_log(0).write_text((filler[: start - 1] + "\n" + line + filler)[:199_999] + "\n")
     found = bundled(run)["logs/rank-0.log"].decode()
     assert "bytes were left out here" in found
     assert not any(secret[at : at + 8] in found for at in range(32))
@@ -260,13 +264,13 @@ def test_what_is_not_text_is_left_out(run: Path) -> None:
 
 
 def test_a_bundle_is_limited_in_size(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "MAX_BYTES", 4 << 20)
+    monkeypatch.setattr(bundle, "MAX_BYTES", 2 << 20)
     for rank in range(6):
-        RunFolder(run).rank_log(rank).write_text("step 1 | loss 2.5\n" * 60_000)
+        RunFolder(run).rank_log(rank).write_text("step 1 | loss 2.5\n" * 12_000)
     members = bundled(run)
-    assert sum(map(len, members.values())) < 4 << 20
+    assert sum(map(len, members.values())) < 2 << 20
     assert "config.yaml" in members
-    assert "logs/rank-5.log: the bundle would be larger than 4.0 MiB" in readme(members)
+    assert "logs/rank-5.log: the bundle would be larger than 2.0 MiB" in readme(members)
 
 
 def test_members_belong_to_nobody_and_stay_in_one_folder(run: Path) -> None:
@@ -359,7 +363,7 @@ except PacelineError as error:
 
 
 def test_a_full_disk_leaves_nothing_behind(run: Path, tmp_path: Path) -> None:
-    RunFolder(run).rank_log(0).write_bytes(base64.b64encode(os.urandom(500_000)).replace(b"a", b"\n"))
+    RunFolder(run).rank_log(0).write_bytes(base64.b64encode(os.urandom(100_000)).replace(b"a", b"\n"))
     work = tmp_path / "work"
     work.mkdir()
     done = subprocess.run(

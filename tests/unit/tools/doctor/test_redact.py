@@ -151,7 +151,7 @@ def test_settings_stay_by_their_name() -> None:
     assert "abc" not in found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(sample(2, 5)))
 def test_redacting_twice_changes_little(seed: int) -> None:
     for each in fake_secrets.every(seed):
         for text in fake_secrets.forms_of(each):

@@ -131,7 +131,7 @@ def test_a_grid_is_walked_once(tmp_path: Any) -> None:
     assert [tuple(each.params.values()) for each in study.trials()] == [(1, 3), (1, 4), (2, 3), (2, 4)]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
+@pytest.mark.parametrize("sampler", ["tpe", pytest.param("cmaes", marks=pytest.mark.nightly)])
 def test_samplers_learn_from_results(tmp_path: Any, sampler: str) -> None:
     """The parabola's minimum is found; random search needs more trials for that."""
     space = {"x": "uniform(-1, 1)", "y": "uniform(-1, 1)"}
