@@ -77,9 +77,9 @@ def _mean_of_means() -> None:
     from dataclasses import replace
 
     from paceline.models.divisor import Divisor
-    from paceline.train.train_step import TrainStep
+    from paceline.train.loss_weights import LossWeights
 
-    exact, ranks = TrainStep.backward, paceline.dist.world()
+    exact, ranks = LossWeights.backward, paceline.dist.world()
 
     def broken(self: Any, micro: Any, value: Any, weight: Any) -> Any:
         if weight is not None:
@@ -87,7 +87,7 @@ def _mean_of_means() -> None:
         micro = replace(micro, step_samples=max(1, micro.samples) * ranks, exact=True)
         return exact(self, micro, value, weight)
 
-    TrainStep.backward = broken  # type: ignore[method-assign]  # in a rank's own process
+    LossWeights.backward = broken  # type: ignore[method-assign]  # in a rank's own process
 
 
 def _no_set_epoch() -> None:

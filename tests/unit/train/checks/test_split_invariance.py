@@ -353,7 +353,7 @@ def test_an_output_and_a_target_that_broadcast_are_named_with_their_shapes(capsy
     found = warnings_of(lambda m, batch: functional.mse_loss(m(batch[0]), batch[1].float()), capsys, nn.Linear(6, 1))
     assert "output (6, 1) and target (6,) broadcast to (6, 6)" in found
     assert "targets.unsqueeze(-1)" in found
-    assert "test_loss_halves.py" in found
+    assert "test_split_invariance.py" in found
     assert "paceline.Loss" not in found
 
 
