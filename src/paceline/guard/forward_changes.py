@@ -213,7 +213,7 @@ def moved_parameters(trial: LossTrial) -> list[str]:
             if each.requires_grad and each.is_floating_point():
                 each.detach().mul_(1 + 2**-8)
         for _ in range(2):
-            trial_loss(trial, [])  # a failure has been noted by `find`
+            trial_loss(trial, [])  # a failure is noted where slices are compared
             states.append({name: checksum(each.detach()) if small else each._version for name, each in named.items()})
     return [name for name in named if states[0][name] != states[1][name]]
 
