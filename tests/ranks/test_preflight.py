@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -339,3 +341,61 @@ def test_random_numbers_of_any_rank_are_warned_about_with_their_line(strategy: s
             assert "randn_like of shape (" in line and "dropout of shape (7,)" in line and "test_preflight.py:" in line
 
     body()
+
+
+class Count:
+    """Of the forwards. A snapshot leaves alone what has a lock."""
+
+    def __init__(self) -> None:
+        self.lock, self.number = threading.Lock(), 0
+
+
+class Counted(nn.Module):
+    def __init__(self, change: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.count, self.kept, self._change = tiny.classifier(), Count(), None, change
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count.number += 1
+        outputs: Tensor = self.net(self._change(self, inputs))
+        return outputs
+
+
+def keep(model: Any, inputs: Tensor) -> Tensor:
+    model.kept = inputs.mean()
+    return inputs
+
+
+def with_noise_in_training(model: Any, inputs: Tensor) -> Tensor:
+    return inputs + torch.randn_like(inputs) if model.training else inputs
+
+
+# The trial, the loss of the batch, and those of its halves.
+FORWARDS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+    "plain": (lambda model, inputs: inputs, 1 + 3),
+    "dropout": (lambda model, inputs: functional.dropout(inputs, 0.1, model.training), 1 + 3),
+    "a cache": (keep, 1 + 2 + 3),
+    "draws without effect": (lambda model, inputs: inputs + 0 * torch.randn_like(inputs), 1 + 9 + 3),
+    "noise in training": (with_noise_in_training, 1 + 9 + 3),
+    "noise": (lambda model, inputs: inputs + torch.randn_like(inputs), 1 + 9 + 3 + 1),  # once more, if random in eval
+}
+
+
+def without_divisor(model: Any, batch: Any) -> Tensor:
+    losses = (model(batch[0])[:, 0] - batch[1]).square()
+    return losses.sum() * (1.0 / len(losses))
+
+
+def forwards(change: Callable[[Any, Tensor], Tensor], **settings: Any) -> int:
+    model = Counted(change)
+    tiny.classifier_trainer(model, **settings).train(tiny.blobs(), max_steps=1)
+    return model.count.number - 1
+
+
+@ranks(2)
+def test_the_checks_before_the_first_step_take_few_forwards() -> None:
+    for strategy in ("ddp", "fsdp"):
+        taken = {name: forwards(change, strategy=strategy) for name, (change, _) in FORWARDS.items()}
+        assert taken == {name: number for name, (_, number) in FORWARDS.items()}
+    # DDP is built for a weight in its buckets, which needs another trial without it.
+    assert forwards(FORWARDS["plain"][0], loss_fn=without_divisor) == 4 + 1

@@ -159,15 +159,17 @@ class DynamicDDP:
     def carry_weight(self) -> bool:
         """Reduce the weight of each following step together with its gradients. Collective. Returns whether DDP was
         built again; it may be that nothing can carry the weight."""
-        if self._ddp.find_unused_parameters or self._ddp.static_graph:
-            return False  # they search the graph of the loss, to which the weight does not belong
-        if self.hook is not None:
-            return False  # the sum must be exact
+        if self._ddp.find_unused_parameters or self._ddp.static_graph or self.hook is not None:
+            return False  # they search the graph of the loss, which is without the weight; a hook may round the sum
         self.carried = WeightInBucket.for_buckets_of(self._parameters, collectives.world())
-        if self.carried is None:
-            return False
+        if self.carried is not None:
+            self._replace_all()
+        return self.carried is not None
+
+    def drop_weight(self) -> None:
+        """Undo `carry_weight`. Collective."""
+        self.carried = None
         self._replace_all()
-        return True
 
     def resize(self, bucket_mb: float) -> None:
         """Build DDP again with buckets of this size. Collective."""
@@ -188,7 +190,12 @@ class DynamicDDP:
     def trial(self, batch: Any) -> Any:
         """Like `__call__`, for a backward that starts from the loss only."""
         value, weight = self._ddp(batch)
-        return value if self.carried is None else value + self.carried.slot.sum(), weight
+        return self.with_slot(value), weight
+
+    def with_slot(self, value: Tensor) -> Tensor:
+        """The loss of a forward, for a backward that starts from it only."""
+        self.sends_weight = False
+        return value + self.carried.slot.sum() if self.carried is not None and value.requires_grad else value
 
     def without_gradient(self) -> list[str]:
         """The parameters that the backward of this rank did not reach, so that DDP has not completed its reduction."""

@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from paceline.data.loader import Loader, MicroBatch
 from paceline.errors import TrainError
-from paceline.models.divisor import Divisor
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.runtime import collectives
 from paceline.text import plural
@@ -64,11 +63,15 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
         choice = collectives.broadcast_object(select(seconds))
         reason = ", ".join(f"{size:g} MB {1000 * each:.3g} ms" for size, each in seconds.items())
     _use(engine, replicas, choice)
-    engine.draw.begin(micro)
     with replicas.without_hook():
-        preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, _user_code(engine))
-    engine.draw.end()
+        _warm_up(engine, replicas, micro)
     engine.log.info(f"ddp: bucket_mb: auto selected {choice:g} MB ({reason})")
+
+
+def _warm_up(engine: Engine, replicas: DynamicDDP, micro: MicroBatch) -> None:
+    engine.draw.begin(micro)
+    preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, _user_code(engine))
+    engine.draw.end()
 
 
 def candidates(parameters: Sequence[Tensor]) -> list[float]:
@@ -176,23 +179,22 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     if engine.world.size == 1:
         choose(engine, micro)
         _check_in_first_step(engine, micro, groups)
-        _compare_halves(engine, micro, groups)
+        _compare_halves(engine, micro, groups, (), keeps=True, is_random=False)
         return
     stepper.weigh(several=groups > 1)
     replicas, watch = engine.wrapped.forward, BackwardInspector(engine.model)
+    # Before the trial, which builds buckets: few losses turn out to have a weight that does not depend on the data.
+    carries = isinstance(replicas, DynamicDDP) and type(stepper) is TrainStep and replicas.carry_weight()
     with (
         replicas.without_hook() if isinstance(replicas, DynamicDDP) else nullcontext(),
         nullcontext() if config.compile else watch,  # a mode would be compiled into the graph
     ):
-        weight, depends, (own, counted) = preflight.check(
-            engine.module,
+        weight, depends, (own, counted), keeps = preflight.check(
+            _trial(engine, micro),
             engine.wrapped,
-            micro,
             engine.mesh,
-            engine.draw,
             fingerprint=fingerprint(),
             allow_unused=config.unused_parameters == "allow",
-            user_code=[engine.task.criterion, engine.task.loss_fn],
             compiled=bool(config.compile),
             same_weights=not replicas_differ(engine.local_steps),
             run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStep) else None,
@@ -202,14 +204,12 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     stepper.weights.expect(preflight.nominal(weight, groups), per_sample)
     if _start_from_global_mean(engine, watch, weight * groups / micro.step_samples):
         depends = False  # the weight of a step is reduced before its backward
-    if depends and type(stepper) is TrainStep and isinstance(replicas, DynamicDDP) and replicas.carry_weight():
-        code = [engine.task.criterion, engine.task.loss_fn]
-        engine.draw.begin(micro)
-        preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, code)
-        engine.draw.end()
+    if carries and isinstance(replicas, DynamicDDP) and not depends:
+        replicas.drop_weight()
+        _warm_up(engine, replicas, micro)
     choose(engine, micro)
-    _compare_halves(engine, micro, groups, [*own, *counted])
-    _name_draws(engine, micro, engine.log.warning)
+    is_random = _name_draws(engine, micro, engine.log.warning)
+    _compare_halves(engine, micro, groups, [*own, *counted], keeps=keeps, is_random=is_random)
     several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order
     forward_changes.warn_of_buffers(own, counted, engine.warn, several=several)
     standstill.shorten_timeout(config.timeout)  # compilation is done
@@ -229,37 +229,36 @@ def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per
         stepper.weights.start_from_global_mean(weight_per_sample)
         return True
     if hooks:
-        engine.log.warning(str(_scaled_activations(hooks[0])))
+        error = TrainError(
+            "scaled-activations",
+            f"The model has {hooks[0]}, which sees gradients of activations in another scale than in one process.",
+            why="a pipeline, local steps, deterministic: everywhere and hooks on communication reduce gradients in "
+            "their own way: those of activations are larger by the number of ranks or micro-batches",
+            fix='use strategy="ddp" or fsdp without these settings, where such hooks see the gradients of one process, '
+            "or make the hook linear in the gradient",
+        )
+        engine.log.warning(str(error))
     return False
 
 
-def _scaled_activations(hook: str) -> TrainError:
-    return TrainError(
-        "scaled-activations",
-        f"The model has {hook}, which sees gradients of activations in another scale than in one process.",
-        why="a pipeline, local steps, deterministic: everywhere and hooks on communication reduce gradients in their "
-        "own way: those of activations are larger by the number of ranks or micro-batches",
-        fix='use strategy="ddp" or fsdp without these settings, where such hooks see the gradients of one process, or '
-        "make the hook linear in the gradient",
-    )
-
-
-def _compare_halves(engine: Engine, micro: MicroBatch, groups: int, state: Sequence[str] = ()) -> None:
-    """Warn if a batch is sliced, and the loss depends on how. `state`: what the forward changes, which is named."""
+def _compare_halves(
+    engine: Engine, micro: MicroBatch, groups: int, state: Sequence[str], *, keeps: bool, is_random: bool
+) -> None:
+    """Warn if a batch is sliced, and the loss depends on how. `state`: what the forward changes, which is named;
+    `keeps`: whether it may change attributes; `is_random`: whether losses can't be compared in training mode."""
     degrees = engine.mesh.degrees
     if engine.mesh.data_ranks * groups * degrees.pipeline == 1 and not engine.wrapped.slices:
         return
     trial, failed = _trial(engine, micro), None
     if degrees.pipeline == 1:
-        own, counted, failed = forward_changes.find(*trial)
-        engine.module.unsaved = forward_changes.not_saved(engine.module, [*own, *counted])
+        own, counted, failed = forward_changes.find(trial) if keeps else ([], [], None)
         if groups > 1 and degrees.is_replicated:
-            counted += forward_changes.moved_parameters(*trial)
+            counted += forward_changes.moved_parameters(trial)
         forward_changes.warn_of_buffers(own, counted, engine.warn, several=groups > 1)
         state = [*state, *own, *counted]
     checks = LaterChecks(engine, micro, groups, keeps_state=bool(state))
     checks.failed = failed
-    checks.compare(micro)
+    checks.compare(micro, is_random=is_random)
     engine.stepper.check_later(checks)
 
 
@@ -277,7 +276,8 @@ class LaterChecks:
         self._floors = dict(micro.with_floors().floors or {})
         self.next = self._began = engine.position.step
         self._engine, self._before, self._warned = engine, micro, False
-        self._how = {"replicated": engine.mesh.degrees.is_replicated, "keeps_state": keeps_state, "several": groups > 1}
+        self._how = {"replicated": engine.mesh.degrees.is_replicated, "several": groups > 1}
+        self._training = not keeps_state  # whether to compare in training mode
         self.failed: str | None = None  # of a check: reported if the next step does not fail itself
         self._checked, self._since = self._began, perf_counter()
 
@@ -291,12 +291,13 @@ class LaterChecks:
             self._new = micro
             self._floors |= {number: min(floor, self._floors.get(number, inf)) for number, floor in found.items()}
 
-    def compare(self, micro: MicroBatch) -> None:
+    def compare(self, micro: MicroBatch, *, is_random: bool = False) -> None:
         """Collective. Warns once."""
         engine, other = self._engine, self._before
         step, began = engine.position.step, perf_counter()
         partner = None if other is micro else other
-        found = split_invariance.compare(_trial(engine, micro), partner=partner, **self._how)
+        training = self._training and not is_random
+        found = split_invariance.compare(_trial(engine, micro), partner=partner, training=training, **self._how)
         said = collectives.all_gather_object(engine.module.proportions.said)
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
@@ -331,15 +332,19 @@ class LaterChecks:
             self.failed = None
 
 
-def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -> None:
-    def describe(micro: MicroBatch) -> str | None:
-        return describe_draws(*_trial(engine, micro), pipelined=engine.mesh.degrees.pipeline > 1)
+def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -> bool:
+    """Returns whether the loss is random on every rank."""
+
+    def describe(micro: MicroBatch) -> tuple[str | None, bool]:
+        return describe_draws(_trial(engine, micro), pipelined=engine.mesh.degrees.pipeline > 1)
 
     say = engine.warn if engine.config.fixed_order else say
-    if found := describe(micro):
+    found, is_random = describe(micro)
+    if found:
         say(found)
     elif engine.draw.keys is not None and engine.graphed is None:
         engine.draw.watch = LateDraws(engine.draw, describe, say, engine.log)
+    return is_random
 
 
 def watch_own_draws(engine: Engine) -> None:
@@ -347,22 +352,21 @@ def watch_own_draws(engine: Engine) -> None:
     watches = engine.config.preflight and engine.draw.keys is not None and engine.world.size > 1
     if watches and not engine.checked and not engine.draw.watched:
         engine.draw.watched = True
-        engine.draw.watch = LateDraws(engine.draw, lambda micro: None, engine.log.warning, engine.log)
+        engine.draw.watch = LateDraws(engine.draw, lambda micro: (None, False), engine.log.warning, engine.log)
 
 
 def _trial(engine: Engine, micro: MicroBatch) -> split_invariance.LossTrial:
     """The arguments of checks that run the forward once more."""
-    module, code = engine.module, [engine.task.criterion, engine.task.loss_fn]
 
     def run(batch: Any) -> Any:
         """With the graph that shows what a mean was divided by, and that a loss may need (a gradient penalty)."""
         # FSDP and pipelines would take a forward with gradients for one of training.
-        if not engine.mesh.degrees.is_replicated or isinstance(module, PipelineLossModule):
-            return module.recorded(partial(run_loss, module, batch))
+        if not engine.mesh.degrees.is_replicated or isinstance(engine.module, PipelineLossModule):
+            return engine.module.recorded(partial(run_loss, engine.module, batch))
         with torch.enable_grad():
-            return run_loss(module, batch)
+            return run_loss(engine.module, batch)
 
-    return split_invariance.LossTrial(module, run, micro, engine.draw, code)
+    return split_invariance.LossTrial(engine.module, run, micro, engine.draw, _user_code(engine))
 
 
 def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:
@@ -375,11 +379,9 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
 
     def check(*arguments: Any) -> None:
         hook.remove()
-        if groups == 1 and forward_changes.attributes(engine.model, engine.module.loss_state) != before:
-            own, counted, failed = forward_changes.find(*_trial(engine, micro))
-            engine.module.unsaved = forward_changes.not_saved(engine.module, [*own, *counted])
-            if failed is not None:
-                engine.log.warning(failed)
+        changed = groups == 1 and forward_changes.attributes(engine.model, engine.module.loss_state) != before
+        if changed and (failed := forward_changes.find(_trial(engine, micro))[2]):
+            engine.log.warning(failed)
         _name_draws(engine, micro, engine.log.info)
         unused = preflight.without_gradient(engine.model)
         if unused and config.unused_parameters == "error":
@@ -389,11 +391,10 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
 
     hook = engine.optimizer.register_step_pre_hook(check)
     if groups > 1:
-        watch, code = BackwardInspector(engine.model), [engine.task.criterion, engine.task.loss_fn]
+        watch = BackwardInspector(engine.model)
         engine.stepper.weigh(several=True)
         engine.draw.samples = micro  # not begin(): what the first step draws is watched
         with nullcontext() if config.compile else watch:
-            weight = preflight.warm_up(engine.model, engine.module, micro.batch, engine.draw, code)
+            weight = preflight.warm_up(engine.model, engine.module, micro.batch, engine.draw, _user_code(engine))
         engine.draw.samples = None
-        weight = weight.weight if isinstance(weight, Divisor) else micro.samples if weight is None else weight
-        _start_from_global_mean(engine, watch, float(weight) * groups / micro.step_samples)
+        _start_from_global_mean(engine, watch, preflight.read_weight(weight, micro)[1] * groups / micro.step_samples)

@@ -2,7 +2,7 @@
 attributes that it keeps for the next one (a hidden state, a counter, an annealed temperature).
 
 Like buffers, such attributes are each rank's own and change once per micro-batch. Most attributes that a forward sets
-are only caches, so two forwards on the same batch are compared: the second sees what the first one kept.
+are only caches. If any change, two more forwards on the same batch are compared: the second sees what the first kept.
 
 On several ranks each rank changes its own copy, from its own samples. Changed parameters are refused, unless all ranks
 change them equally (a momentum encoder). Changed buffers are reported before the first step: those of the layers that
@@ -23,9 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError, TrainError
-from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.models.weights import PowerIterations, checksum
 from paceline.parallel.compile import uncompiled
@@ -33,16 +31,15 @@ from paceline.parallel.fsdp import reshard_all
 from paceline.parallel.shards import local_shard
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
-from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import preserve_rng_state
 from paceline.text import listed
 from paceline.train.checks import snapshot
-from paceline.train.checks.split_invariance import not_checked
+from paceline.train.checks.split_invariance import LossTrial, not_checked
 
 TOLERANCE = 1e-6  # above the rounding of kernels that are not deterministic
 _OF_MODULES = frozenset(vars(nn.Module()))
 Checksums = dict[str, int]
-Changes = dict[str, Checksums]  # "parameters" and "buffers": the new checksums of those that changed
+Changes = dict[str, Checksums]  # "parameters", "buffers", "attributes": the new checksums of those that changed
 
 
 def _require_no_max_norm(model: nn.Module, mesh: Mesh) -> None:
@@ -56,11 +53,11 @@ def _require_no_max_norm(model: nn.Module, mesh: Mesh) -> None:
 
 @contextmanager
 def watched(model: nn.Module, mesh: Mesh, *, compiled: bool, criteria: Sequence[nn.Module] = ()) -> Iterator[Changes]:
-    """Compare parameters, and buffers of the model and criteria, before and after this context."""
+    """Compare parameters, and buffers and attributes of the model and criteria, before and after this context."""
     _require_no_max_norm(model, mesh)
     sharded = not mesh.degrees.is_replicated
     changes: Changes = {"parameters": {}, "buffers": {}}
-    buffers = _checksums(_watched_buffers(model, criteria))
+    buffers, kept = _checksums(_watched_buffers(model, criteria)), attributes(model, criteria)
     parameters = {} if sharded else _checksums(model.named_parameters())
     with ExitStack() as stack:
         # A forward sees gathered parameters, not the shards. Hooks would be compiled into graphs.
@@ -72,6 +69,7 @@ def watched(model: nn.Module, mesh: Mesh, *, compiled: bool, criteria: Sequence[
         changes["parameters"] |= _changed(parameters, _checksums(model.named_parameters()))
     changes["buffers"] |= dict.fromkeys(instance_statistics(model), 0)  # averaged over ranks in every forward
     changes["buffers"] |= _changed(buffers, _checksums(_watched_buffers(model, criteria)))
+    changes["attributes"] = dict(attributes(model, criteria).items() - kept.items())  # those that are new, too
 
 
 def instance_statistics(model: nn.Module) -> list[str]:
@@ -167,19 +165,15 @@ def _error(what: str) -> TrainError:
     )
 
 
-def find(
-    module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, user_code: Sequence[Any]
-) -> tuple[list[str], list[str], str | None]:
+def find(trial: LossTrial) -> tuple[list[str], list[str], str | None]:
     """The attributes that the forward changes and that the next one reads: those with different values on different
-    ranks, and the others; and a warning if a forward failed. Collective. `run` computes the loss of a batch."""
-    failed: list[str] = []
-    before = attributes(module.model, module.loss_state)
-    with _trial(module, user_code):
-        first = trial_loss(run, micro, draw, failed)
-        after = attributes(module.model, module.loss_state)
-        changed = {name: value for name, value in after.items() if before.get(name) != value}
-        ranks = collectives.all_gather_object(changed)
-        second = trial_loss(run, micro, draw, failed) if any(ranks) else first
+    ranks, and the others; and a warning if a forward failed. Collective. Notes those that are in no checkpoint."""
+    module, failed = trial.module, list[str]()
+    before = attributes(module.model, module.loss_state).items()
+    with _repeated(trial):
+        first = trial_loss(trial, failed)
+        ranks = collectives.all_gather_object(dict(attributes(module.model, module.loss_state).items() - before))
+        second = trial_loss(trial, failed) if any(ranks) else first
     reshard_all(module)
     buffers = instance_statistics(module.model) if collectives.world() == 1 else []  # else the pre-flight finds them
     error = next((text for texts in collectives.all_gather_object(failed) for text in texts), None)
@@ -188,46 +182,40 @@ def find(
         return [], buffers, error
     names = sorted({name for values in ranks for name in values})
     own = [name for name in names if any(values.get(name) != ranks[0].get(name) for values in ranks)]
+    saved = {*module.model.state_dict(keep_vars=True)}
+    saved |= {f"criterion.{name}" for criterion in module.loss_state for name in criterion.state_dict(keep_vars=True)}
+    saved |= {key.removesuffix("_extra_state") for key in saved}
+    module.unsaved = [name for name in names if saved.isdisjoint((name, name[: name.rfind(".") + 1]))]
     return own, buffers + [name for name in names if name not in own], error
 
 
 @contextmanager
-def _trial(module: LossModule, user_code: Sequence[Any]) -> Iterator[None]:
+def _repeated(trial: LossTrial) -> Iterator[None]:
     """With gradients, without which a forward may leave its state alone; a sharded model would wait for a backward."""
     with (
-        snapshot.preserved(module.model, *user_code),
-        torch.set_grad_enabled(not isinstance(module, FSDPModule)),
+        snapshot.preserved(trial.module.model, *trial.user_code),
+        torch.set_grad_enabled(not isinstance(trial.module, FSDPModule)),
         uncompiled(),
     ):
         yield
 
 
-def moved_parameters(
-    module: LossModule, run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, user_code: Sequence[Any]
-) -> list[str]:
+def moved_parameters(trial: LossTrial) -> list[str]:
     """The parameters that every forward changes: those of a teacher, which follows the trained ones. It may begin equal
     to them, so they are moved a little. Looked for where some parameters are frozen, of models that are not sharded."""
-    named = {name: each for name, each in module.model.named_parameters() if not is_lazy(each)}
+    named = {name: each for name, each in trial.module.model.named_parameters() if not is_lazy(each)}
     small = sum(each.nbytes for each in named.values()) <= snapshot.PARAMETER_BYTES  # these are restored
     if all(each.requires_grad for each in named.values()):
         return []
     states: list[dict[str, int]] = []
-    with _trial(module, user_code):
+    with _repeated(trial):
         for each in named.values() if small else ():
             if each.requires_grad and each.is_floating_point():
                 each.detach().mul_(1 + 2**-8)
         for _ in range(2):
-            trial_loss(run, micro, draw, [])  # a failure has been noted by `find`
+            trial_loss(trial, [])  # a failure is noted where slices are compared
             states.append({name: checksum(each.detach()) if small else each._version for name, each in named.items()})
     return [name for name in named if states[0][name] != states[1][name]]
-
-
-def not_saved(module: LossModule, names: Sequence[str]) -> list[str]:
-    """Which of the attributes that `find` has found are in no checkpoint."""
-    saved = {*module.model.state_dict(keep_vars=True)}
-    saved |= {f"criterion.{name}" for criterion in module.loss_state for name in criterion.state_dict(keep_vars=True)}
-    saved |= {key.removesuffix("_extra_state") for key in saved}
-    return [name for name in names if saved.isdisjoint((name, name[: name.rfind(".") + 1]))]
 
 
 def attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str, int]:
@@ -245,17 +233,17 @@ def attributes(model: nn.Module, criteria: Sequence[nn.Module] = ()) -> dict[str
     return found
 
 
-def trial_loss(run: Callable[[Any], Any], micro: MicroBatch, draw: NoiseContext, failed: list[str]) -> float:
+def trial_loss(trial: LossTrial, failed: list[str]) -> float:
     """The loss of a micro-batch; zero if it fails, with the exception in `failed`."""
     with preserve_rng_state():
-        draw.begin(micro)
+        trial.draw.begin(trial.micro)
         try:
-            value = float(read_loss(run(snapshot.copied(micro.batch)))[0].detach())
+            value = float(read_loss(trial.run(snapshot.copied(trial.micro.batch)))[0].detach())
             return 0.0 if isnan(value) else value
-        except LayoutError:  # as in loss_halves
+        except LayoutError:  # as in split_invariance
             raise
         except Exception as error:
             failed.append(f"{type(error).__name__}: {error}")
             return 0.0
         finally:
-            draw.end()
+            trial.draw.end()

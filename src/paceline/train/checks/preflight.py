@@ -1,8 +1,8 @@
 """The pre-flight: checks before the first step that all ranks agree.
 
 It runs a copy of the first micro-batch with weight zero, and undoes what the forward changes (snapshot.py). This makes
-DDP rebuild its buckets (or sums would run in another order after a resume), finds unused parameters, triggers
-compilation, and measures the weight of a micro-batch. Then ranks compare library versions, weights and data. A
+DDP rebuild its buckets (or sums would run in another order after a resume), finds unused parameters and what a forward
+keeps, compiles, and measures the weight of a micro-batch. Then ranks compare library versions, weights and data. A
 difference is an error that names the ranks.
 
 One rank has nothing to compare. It takes what the first step shows, so user code runs exactly as in a plain loop.
@@ -38,6 +38,7 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.text import by_rank, listed
 from paceline.train.checks import forward_changes, same_model, snapshot
+from paceline.train.checks.split_invariance import LossTrial
 
 _SHOWN = 8
 _ROWS_COMPARED = 64
@@ -55,44 +56,41 @@ _ONCE_DIFFERENTIABLE = {  # part of torch's message → what can't be differenti
 
 
 def check(
-    module: LossModule,
+    trial: LossTrial,
     wrapped: Wrapped,
-    micro: MicroBatch,
     mesh: Mesh,
-    draw: NoiseContext,
     *,
     fingerprint: Any,
     allow_unused: bool,
-    user_code: Sequence[Any] = (),
-    compiled: bool = False,
-    same_weights: bool = True,
-    run_zero_weight: Callable[[MicroBatch], Any] | None = None,
-) -> tuple[float, bool, tuple[list[str], list[str]]]:
-    """Return the weight of one micro-batch summed over ranks, whether it depends on the data, and the buffers that the
-    forward changes."""
-    ranks, value = collectives.world(), None
+    compiled: bool,
+    same_weights: bool,
+    run_zero_weight: Callable[[MicroBatch], Any] | None,
+) -> tuple[float, bool, tuple[list[str], list[str]], bool]:
+    """Return the weight of one micro-batch summed over ranks, whether it depends on the data, the buffers that the
+    forward changes, and whether it changes attributes."""
+    module, _, micro, draw, user_code = trial
+    value, copy = None, replace(micro, batch=snapshot.copied(micro.batch))
     if mesh.data_ranks < mesh.degrees.world:
         _require_same_samples(collectives.all_gather_object([mesh.data_rank, digest(list(tensors_in(micro.batch)))]))
     same_model.require_same_structure(micro.batch)
     module.zero_grad(set_to_none=True)
-    trial = replace(micro, batch=snapshot.copied(micro.batch))
     with snapshot.preserved(module.model, *user_code):
-        draw.begin(trial)
+        draw.begin(copy)
         with forward_changes.watched(module.model, mesh, compiled=compiled, criteria=module.loss_state) as changes:
             if run_zero_weight is not None:  # a pipeline
-                weight = run_zero_weight(trial)
+                weight = run_zero_weight(copy)
             else:
-                value, weight = wrapped.forward(trial.batch)
+                value, weight = wrapped.forward(copy.batch)
         if value is not None:
-            _run_backward(module, value, allow_unused)
+            _run_backward(module, value, wrapped.forward, allow_unused)
         draw.end()
         unused = without_gradient(module.model)
     module.zero_grad(set_to_none=True)
-    if unused and ranks > 1 and not allow_unused:
+    if unused and not allow_unused:
         raise unused_parameters_error(module.model, unused)
     counts = micro.samples > 0 and mesh.reports_loss
-    kind, number = _read_weight(weight, micro.samples)
-    compare = ranks > 1 and mesh.degrees.is_replicated and same_weights  # sharded ones are broadcast from rank 0
+    kind, number = read_weight(weight, micro)
+    compare = mesh.degrees.is_replicated and same_weights  # sharded ones are broadcast from rank 0
     facts = {
         "weight": number if counts else 0.0,
         "divides": module.divides is not False,
@@ -109,9 +107,10 @@ def check(
     _require_agreement(gathered, repeats_loss=mesh.repeats_loss)
     if not all(rank["divides"] for rank in gathered):  # ranks must weight losses in the same way
         module.divides = False
-    buffers = forward_changes.changed_buffers([rank["changes"] for rank in gathered], mesh)
+    found = [rank["changes"] for rank in gathered]
+    buffers, keeps = forward_changes.changed_buffers(found, mesh), any(each["attributes"] for each in found)
     depends = all(rank["depends"] and rank["divides"] for rank in gathered)
-    return sum(rank["weight"] for rank in gathered), depends, buffers
+    return sum(rank["weight"] for rank in gathered), depends, buffers, keeps
 
 
 def _require_agreement(gathered: Sequence[dict[str, Any]], *, repeats_loss: bool) -> None:
@@ -124,8 +123,9 @@ def _require_agreement(gathered: Sequence[dict[str, Any]], *, repeats_loss: bool
     _require_disjoint([rank["rows"] for rank in gathered])
 
 
-def _run_backward(module: LossModule, value: Any, allow_unused: bool) -> None:
+def _run_backward(module: LossModule, value: Any, forward: Forward, allow_unused: bool) -> None:
     _require_plain(value)
+    value = forward.with_slot(value) if isinstance(forward, DynamicDDP) else value
     if not allow_unused and isinstance(module, FSDPModule):
         _require_same_graph(module, value)
     with explain_backward():
@@ -235,10 +235,10 @@ def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
             )
 
 
-def _read_weight(weight: Any, samples: int) -> tuple[str, float]:
+def read_weight(weight: Any, micro: MicroBatch) -> tuple[str, float]:
     """The kind of a loss, and its weight."""
     if weight is None or isinstance(weight, Divisor):
-        return "a mean", float(samples if weight is None else weight.weight)
+        return "a mean", float(micro.samples if weight is None else weight.weight)
     return "paceline.Loss(sum, weight)", float(weight)
 
 

@@ -2,7 +2,8 @@
 
 Dropout and `paceline.noise` are computed by sample. Whether anything else is drawn shows in the generators after the
 first micro-batch. Only then are more forwards run. The second is recorded: a first may initialize something. The others
-show whether the numbers matter: some models ignore what they draw.
+show whether the numbers matter: some models ignore what they draw. If no two of them have the same loss, on any rank,
+there is no use in comparing it with those of slices, which draw other numbers.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from math import isclose
 from pathlib import Path
 from struct import unpack
@@ -23,9 +25,6 @@ from torch.overrides import TorchFunctionMode
 from paceline.data.batches import tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.log import Log
-from paceline.models.loss_module import LossModule
-from paceline.parallel.compile import uncompiled
-from paceline.parallel.fsdp import reshard_all
 from paceline.run.user_frame import UserFrame
 from paceline.runtime import collectives, rng
 from paceline.runtime.generator_states import find_marks, split_marks
@@ -34,9 +33,10 @@ from paceline.runtime.rng import drawn_between, positions
 from paceline.runtime.sample_keys import SampleKeys
 from paceline.train.checks import snapshot
 from paceline.train.checks.forward_changes import TOLERANCE, trial_loss
-from paceline.train.checks.split_invariance import not_checked
+from paceline.train.checks.split_invariance import LossTrial, not_checked, trial_mode
 
 _Run = Callable[[Any], Any]
+_Describe = Callable[[MicroBatch], tuple[str | None, bool]]
 _SHOWN = 4
 _GENERATORS = ("Python's random", "numpy.random", "numbers of torch's generator")  # as in `marks_now`
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
@@ -55,9 +55,7 @@ class LateDraws:
     a shape, and so what is drawn, may be that of one rank.
     """
 
-    def __init__(
-        self, draw: NoiseContext, describe: Callable[[MicroBatch], str | None], say: Callable[[str], None], log: Log
-    ) -> None:
+    def __init__(self, draw: NoiseContext, describe: _Describe, say: Callable[[str], None], log: Log) -> None:
         """`say`: called on all ranks with what they found together."""
         assert draw.keys is not None
         self._draw, self._keys, self._describe, self._say = draw, draw.keys, describe, say
@@ -80,7 +78,7 @@ class LateDraws:
             self._log.warning(self._explain(micro, words))
         elif begins or (self.checks_again and self._is_due(micro)):
             self._keys.drawn, self.checks_again = self._keys.drawn or ["drawn"], True
-            if text := self._describe(micro):
+            if text := self._describe(micro)[0]:
                 self._draw.watch = None
                 self._say(text)
 
@@ -108,27 +106,29 @@ def _words(before: bytes, after: bytes) -> int:
     return changes[0] or changes[-1] or 625
 
 
-def describe_draws(
-    module: LossModule, run: _Run, micro: MicroBatch, draw: NoiseContext, code: Sequence[Any], *, pipelined: bool
-) -> str | None:
-    """What is not computed by sample, after a first micro-batch. Collective. `run` computes the loss of a batch."""
-    keys = draw.keys
+def describe_draws(trial: LossTrial, *, pipelined: bool) -> tuple[str | None, bool]:
+    """What is not computed by sample, after a first micro-batch, and whether any two draws give different losses on
+    every rank. Collective."""
+    keys, is_random = trial.draw.keys, False
     if keys is None or not any(collectives.all_gather_object(bool(keys.drawn))):
-        return None
+        return None, False
     calls, failed = [f"{what} of shape {shape}" for what, shape in keys.kept.items()], list[str]()
     if not pipelined:  # there, a trial does not know the samples of each part of a batch
-        recorder = RandomCalls(keys)
-        with snapshot.preserved(module.model, *code), torch.no_grad(), uncompiled(), draw.copy() as trial:
-            trial_loss(run, micro, trial, failed)
-            first = trial_loss(partial(_seeded, 0, partial(recorder.record, run), keys), micro, trial, failed)
-            others = [trial_loss(partial(_seeded, seed, run, keys), micro, trial, failed) for seed in range(1, 8)]
-        reshard_all(module)
+        recorder, preserved = RandomCalls(keys), snapshot.preserved(trial.module.model, *trial.user_code)
+        with preserved, trial_mode(trial.module, replicated=False) as rounding, trial.draw.copy() as draw:
+            trial = trial._replace(draw=draw)
+            trial_loss(trial, failed)
+            runs: list[_Run] = [partial(recorder.record, trial.run), *[trial.run] * 7]
+            seeded = [trial._replace(run=partial(_seeded, seed, run, keys)) for seed, run in enumerate(runs)]
+            first, *others = [trial_loss(each, failed) for each in seeded]
         calls = [] if all(isclose(first, other, rel_tol=TOLERANCE) for other in others) else recorder.found
-    ranks = collectives.all_gather_object((calls, failed))
-    if errors := [error for _, texts in ranks for error in texts]:
-        return not_checked("random numbers", errors[0])
-    found = sorted({call for rank, _ in ranks for call in rank})
-    return _ADVICE.format("; ".join(found[:_SHOWN]) + ("; …" if len(found) > _SHOWN else "")) if found else None
+        is_random = all(b - a > rounding * max(abs(a), abs(b)) for a, b in pairwise(sorted([first, *others])))
+    ranks = collectives.all_gather_object((calls, failed, is_random))
+    if errors := [error for _, texts, _ in ranks for error in texts]:
+        return not_checked("random numbers", errors[0]), False
+    found = sorted({call for rank, _, _ in ranks for call in rank})
+    text = _ADVICE.format("; ".join(found[:_SHOWN]) + ("; …" if len(found) > _SHOWN else "")) if found else None
+    return text, all(each for _, _, each in ranks)
 
 
 def _seeded(seed: int, run: _Run, keys: SampleKeys, batch: Any) -> Any:

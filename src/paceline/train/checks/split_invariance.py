@@ -74,12 +74,12 @@ class LossTrial(NamedTuple):
 
 
 def compare(
-    trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, keeps_state: bool, several: bool
+    trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, training: bool, several: bool
 ) -> str | None:
     """Return a warning, `GATHERS`, or None. Collective. `partner`: another micro-batch, to be joined to this one.
-    `keeps_state`: whether a forward in training mode depends on the one before; `several`: of micro-batches a step."""
+    `training`: whether losses can be compared in training mode; `several`: of micro-batches a step."""
     text = error = None
-    if not keeps_state:
+    if training:
         text, error, judged = _compare(trial, replicated, partner, training=True)
         if text is None and judged:
             return None
@@ -104,7 +104,7 @@ def _gathers(trial: LossTrial) -> bool:
         found.append(collectives.rank() > 0 and any(each is not None and bool(each.any()) for each in gradients))
         return result
 
-    with snapshot.preserved(trial.module.model, *trial.user_code), _trial_mode(trial.module, True, training=False):
+    with snapshot.preserved(trial.module.model, *trial.user_code), trial_mode(trial.module, True, training=False):
         _loss(trial._replace(run=run), [], None, None)
     return any(any(each) for each in collectives.all_gather_object(found))
 
@@ -131,7 +131,7 @@ def _compare(
     reshard_all(module)
     with (
         snapshot.preserved(module.model, *trial.user_code) as restore,
-        _trial_mode(module, replicated, training) as tolerance,
+        trial_mode(module, replicated, training) as tolerance,
         Broadcasts(module.call and module.call.criterion) as mixed,
     ):
 
@@ -210,7 +210,7 @@ def is_failure(warning: str) -> bool:
 
 
 @contextmanager
-def _trial_mode(module: LossModule, replicated: bool, training: bool) -> Iterator[float]:
+def trial_mode(module: LossModule, replicated: bool, training: bool = True) -> Iterator[float]:
     """Yields the relative tolerance of a loss."""
     before, context = module.training, module.context
     precision, tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

@@ -261,6 +261,26 @@ def test_a_model_that_only_draws_or_changes_samples_in_training_mode_is_not(name
     assert "from its slices" not in warnings_of(INDEPENDENT["mean of squares"], capsys, model=model)
 
 
+def coupled_and_rarely_doubled(x: Tensor) -> Tensor:
+    x = x - x.mean(0)
+    return x if torch.rand(()) < 0.8 else 2 * x
+
+
+@ranks(2)
+def test_samples_that_are_coupled_are_warned_about_beside_draws_that_seldom_matter() -> None:
+    """Losses of slices are not compared in training mode if they draw other numbers. Here, most of them do not."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"loss_fn": INDEPENDENT["mean of squares"], "run": False, "device": "cpu"}
+    paceline.Trainer(InTraining(coupled_and_rarely_doubled), {"name": "sgd"}, **settings).train([batch()], max_steps=1)
+    if dist.rank() == 0:
+        draws, slices = lines
+        assert draws.startswith("random numbers: rand of shape ()") and "In eval mode it does not" in slices
+
+
 def ratio(model: Any, batch: Any) -> Tensor:
     p, t = model(batch[0]).sigmoid(), batch[0].abs()
     return 1 - (p[:, :6] * t).sum() / (p.sum() + t.sum())
