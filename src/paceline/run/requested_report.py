@@ -33,17 +33,7 @@ def write(folder: RunFolder) -> None:
     """A report that can't be written does not change how a run ends."""
     command = [sys.executable, "-m", "paceline", "report", str(folder.path), "-o", str(folder.report)]
     try:
-        subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=True,
-        )
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True)
         log.info(f"report: {short(folder.report)}")
-    except subprocess.CalledProcessError as error:
-        log.warning(f"the report was not written: {error.stderr.strip() or f'exit status {error.returncode}'}")
-    except (OSError, subprocess.TimeoutExpired) as error:
-        log.warning(f"the report was not written: {error}")
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning(f"the report was not written: {getattr(error, 'stderr', None) or error}")

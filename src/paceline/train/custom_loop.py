@@ -113,8 +113,7 @@ class CustomLoop:
         self._own = False  # whether the losses of this step did not come from `forward`, and are reduced by `step`
         self._own_losses = self.engine.world.size > 1  # until a first step, if no loss comes from `forward`
         self._own_weight: float | None = None  # of the first such loss, over all ranks
-        engine = self.engine
-        parameters = list(engine.module.parameters())
+        engine, parameters = self.engine, list(self.engine.module.parameters())
         self._gradients = GradientInspector(parameters, engine.updater.discard_gradients, engine.log)
         # Otherwise accumulated gradients may be elsewhere than in `.grad`.
         self._keeps_gradients = engine.sharded is None and not isinstance(engine.module, PipelineLossModule)

@@ -48,8 +48,6 @@ from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
 from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
-from paceline.train.checks.unsupported import require_separable
-from paceline.train.checks.wrapped_model import unwrap_model
 from paceline.train.graph_step import GraphedStep
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
@@ -101,7 +99,7 @@ class Engine:
         standstill.watch(self.world.size, self.telemetry.heartbeat)
         self.telemetry.joined(self.world)
         self.log.on_warning = self.telemetry.warned
-        self.model, config, hook = unwrap_model(model, config, self.world.size, self.log)
+        self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)
         self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
         unsupported.require_initialized(self.model)
         plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
@@ -219,7 +217,7 @@ class Engine:
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         self.sharded: HeldParams | None = None
         if self.mesh.degrees.pipeline > 1:
-            require_separable(self.optimizer, self._registered_facts(), self.log)
+            unsupported.require_separable(self.optimizer, self._registered_facts(), self.log)
         if is_sharded(config, self.layout.degrees):
             facts = self._registered_facts()
             local_names = {key: self._aliases.get(name, name) for key, name in names.items()}
@@ -281,23 +279,14 @@ class Engine:
         if power_iterations := PowerIterations(self.model):
             self.hooks.set(Hooks(name="power_iterations", before_forward=power_iterations.allow))
         self._build_updater()
-        step = (self.module, self.stepper, self.updater, self.draw, self.log, self.hooks)
-        self.graphed = GraphedStep(*step) if config.graph else None
+        self.graphed = GraphedStep(self.module, self.stepper, self.updater, self.log) if config.graph else None
 
     def _choose_step(self) -> TrainStep:
-        config, replicas = self.config, self.wrapped.forward
+        config, forward = self.config, self.wrapped.forward
         pipeline = self.module if isinstance(self.module, PipelineLossModule) else None
-        weights = LossWeights(
-            self.module,
-            self.mesh,
-            self.hooks,
-            replicas=replicas if isinstance(replicas, DynamicDDP) else None,
-            scaler=self.scaler,
-            local_steps=self.local_steps,
-            traffic=self.traffic,
-            finds_total=config.fixed_order,
-            splits=pipeline is not None,
-        )
+        shared: dict[str, Any] = {"scaler": self.scaler, "local_steps": self.local_steps, "traffic": self.traffic}
+        shared |= {"finds_total": config.fixed_order, "splits": pipeline is not None}
+        weights = LossWeights(self.module, self.mesh, self.hooks, forward, **shared)
         parts = self.wrapped, weights, self.draw, self.hooks
         if pipeline is not None:
             return PipelineStep(config.pipeline, self.log.info, self.scaler, pipeline, *parts)

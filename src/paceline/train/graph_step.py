@@ -27,11 +27,10 @@ from paceline.log import Log
 from paceline.models.graph_constants import Constants, changed, constants_of, settings_of, shape_of
 from paceline.models.loss_module import LossModule
 from paceline.models.losses import Loss
-from paceline.runtime.noise import Draw, NoiseContext
+from paceline.runtime.noise import Draw
 from paceline.runtime.whereabouts import progress
 from paceline.train import cuda_graphs
 from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
-from paceline.train.hooks import HookTable
 from paceline.train.optimizer_update import OptimizerUpdate
 from paceline.train.train_step import TrainStep
 
@@ -66,17 +65,8 @@ class _Captured:
 class GraphedStep:
     """Collects the micro-batches of a step, and replays the graph for their shapes if there is one."""
 
-    def __init__(
-        self,
-        module: LossModule,
-        stepper: TrainStep,
-        updater: OptimizerUpdate,
-        draw: NoiseContext,
-        log: Log,
-        hooks: HookTable,
-    ) -> None:
-        self._module, self._stepper, self._updater, self._draw, self._log = module, stepper, updater, draw, log
-        self._hooks = hooks
+    def __init__(self, module: LossModule, step: TrainStep, updater: OptimizerUpdate, log: Log) -> None:
+        self._module, self._stepper, self._updater, self._draw, self._log = module, step, updater, step.draw, log
         self._device = next(module.parameters()).device
         _check(updater)
         self._graphs = cuda_graphs.CudaGraphs(self._device)
@@ -290,7 +280,7 @@ class GraphedStep:
         """What is captured, or runs eagerly."""
         weights = self._stepper.weights
         self._add_all(micros)
-        for hook in self._hooks.on_losses:
+        for hook in self._stepper.hooks.on_losses:
             hook(weights.losses)
         with ExitStack() as kept:
             if self._rates_on_device and self._scalars is not None:

@@ -1,18 +1,8 @@
 """What features of training do at each point of a step.
 
-A feature is a function that returns a record of functions, `Hooks`. The step calls those of each slot in a loop over a
-tuple, which is empty for most of them: a feature that is not used costs nothing, and no class of the step knows one by
-name. Features that come and go while training (counting FLOPs, `paceline bench step`) change the table.
-
-| slot | when | on |
-|---|---|---|
-| `before_micro` | a micro-batch of the Trainer begins | every rank |
-| `before_forward` | before each forward of training, with whether it is the first one of its step | every rank |
-| `before_backward` | before autograd runs, with the value that it starts from | ranks that compute a loss |
-| `after_backward` | after autograd; after the schedule of a pipeline | every rank |
-| `on_losses` | after the last backward of a step, with its losses; not on the host of a captured step | every rank |
-| `on_reduced` | the gradients of a step are reduced, and the update begins | every rank |
-| `after_step` | the step is complete, with the number of steps so far | every rank |
+A feature is a record of functions, `Hooks`. The step calls those of each slot in a loop over a tuple, which is empty
+for most slots: a feature that is not used costs nothing, and no class of the step knows one by name. Features that come
+and go while training (counting FLOPs, `paceline bench step`) change the table.
 """
 
 from __future__ import annotations
@@ -30,31 +20,23 @@ Losses = Sequence[tuple[Tensor, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:
-    """Of one feature."""
+    """Of one feature. Called on every rank, except `before_backward`, which only ranks with a loss call."""
 
     name: str
-    before_micro: Callable[[MicroBatch], None] | None = None
-    before_forward: Callable[[bool], None] | None = None
-    before_backward: Callable[[MicroBatch, Tensor], None] | None = None
-    after_backward: Callable[[MicroBatch], None] | None = None
-    on_losses: Callable[[Losses], None] | None = None
-    on_reduced: Callable[[int], None] | None = None
-    after_step: Callable[[int], None] | None = None
+    before_micro: Callable[[MicroBatch], None] | None = None  # a micro-batch of the Trainer begins
+    before_forward: Callable[[bool], None] | None = None  # of training, with whether it is the first of its step
+    before_backward: Callable[[MicroBatch, Tensor], None] | None = None  # with the value that it starts from
+    after_backward: Callable[[MicroBatch], None] | None = None  # in a pipeline, after its schedule
+    on_losses: Callable[[Losses], None] | None = None  # after the last backward of a step
+    on_reduced: Callable[[int], None] | None = None  # gradients are reduced; not called for captured steps
+    after_step: Callable[[int], None] | None = None  # with the number of steps so far
 
 
 SLOTS = tuple(field.name for field in fields(Hooks) if field.name != "name")
 
 
 class HookTable:
-    """The hooks of all features, by slot, in the order in which the features were added."""
-
-    before_micro: tuple[Callable[[MicroBatch], None], ...]
-    before_forward: tuple[Callable[[bool], None], ...]
-    before_backward: tuple[Callable[[MicroBatch, Tensor], None], ...]
-    after_backward: tuple[Callable[[MicroBatch], None], ...]
-    on_losses: tuple[Callable[[Losses], None], ...]
-    on_reduced: tuple[Callable[[int], None], ...]
-    after_step: tuple[Callable[[int], None], ...]
+    """The functions of all features, as a tuple for each slot, in the order in which the features were added."""
 
     def __init__(self) -> None:
         self._features: dict[str, Hooks] = {}
@@ -70,6 +52,9 @@ class HookTable:
         self._bind()
 
     def _bind(self) -> None:
-        for slot in SLOTS:
-            found = (getattr(hooks, slot) for hooks in self._features.values())
-            setattr(self, slot, tuple(hook for hook in found if hook is not None))
+        def of(slot: str) -> tuple[Any, ...]:
+            return tuple(hook for each in self._features.values() if (hook := getattr(each, slot)) is not None)
+
+        self.before_micro, self.before_forward = of("before_micro"), of("before_forward")
+        self.before_backward, self.after_backward = of("before_backward"), of("after_backward")
+        self.on_losses, self.on_reduced, self.after_step = of("on_losses"), of("on_reduced"), of("after_step")

@@ -35,7 +35,7 @@ from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.models.divisor import Divisor
 from paceline.models.loss_module import LossModule, changed_kind
-from paceline.parallel.dynamic_ddp import DynamicDDP, WeightInBucket
+from paceline.parallel.dynamic_ddp import DynamicDDP, Forward, WeightInBucket
 from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.plan.network_model import Traffic
 from paceline.precision.policies import Scaler
@@ -73,8 +73,8 @@ class LossWeights:
         module: LossModule,
         mesh: Mesh,
         hooks: HookTable,
+        forward: Forward,
         *,
-        replicas: DynamicDDP | None,
         scaler: Scaler,
         local_steps: LocalSteps | None,
         traffic: Traffic | None,
@@ -82,7 +82,7 @@ class LossWeights:
         splits: bool = False,
     ) -> None:
         self._module, self._mesh, self._hooks = module, mesh, hooks
-        self._replicas, self._traffic = replicas, traffic
+        self._replicas, self._traffic = forward if isinstance(forward, DynamicDDP) else None, traffic
         self._ranks, self._world, self._reports_loss = mesh.data_ranks, mesh.degrees.world, mesh.reports_loss
         self._local_steps, self._finds_total = local_steps, finds_total
         self._scaler = scaler if scaler.is_enabled() else None

@@ -133,7 +133,7 @@ class PipelineStep(TrainStep):
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch. Returns its loss on the last stage."""
-        weights, hooks = self.weights, self._hooks
+        weights, hooks = self.weights, self.hooks
         for hook in hooks.before_micro:
             hook(micro)
         for before in hooks.before_forward:
@@ -167,11 +167,11 @@ class PipelineStep(TrainStep):
         if self._counts_samples is None:
             self._choose_microbatches(len(inputs))
         self._parts = []
-        self._draw.begin(micro)
+        self.draw.begin(micro)
         self._pipeline.train(inputs, partial(self._loss, micro, len(inputs), counts))
-        self._draw.end()
+        self.draw.end()
         if counts:
-            self._draw.look(micro)
+            self.draw.look(micro)
         if self._counts_samples is None:
             kinds = [float(self._last_is_mean), float(self._divides)]
             self._counts_samples, self._divides = map(bool, self._pipeline.broadcast_from_last(kinds))

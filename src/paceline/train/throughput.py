@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
-from weakref import ref
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -66,36 +66,31 @@ class ModelFlops:
         """`eager`: nothing is compiled; `countable`: all of it runs in the main thread."""
         self._module, self._mesh = module, mesh
         # The recorder of a custom loop, which has these figures, may outlive its Trainer.
-        self._table, self._draw = ref(hooks), ref(draw)
+        self._hooks, self._draw = proxy(hooks), ref(draw)
         self._code, self._compiles, self._countable = code, not eager, countable
         self.per_sample: float | None = None
         self.peak: float | None = None  # FLOP/s of this device
-
-    def _hooks(self) -> HookTable:
-        found = self._table()
-        assert found is not None
-        return found
 
     def begin(self) -> None:
         """Count an eager model in the second of the following micro-batches: the first shows whether it is compiled."""
         self.per_sample = self.peak = None
         if self._countable and not _is_redundant(self._module, self._mesh):
-            self._hooks().set(Hooks(name="flops", before_micro=self._watch_first))
+            self._hooks.set(Hooks(name="flops", before_micro=self._watch_first))
 
     def _watch_first(self, micro: MicroBatch) -> None:
         before = _compiled_frames()
 
         def done(_: MicroBatch) -> None:
-            self._hooks().remove("flops")
+            self._hooks.remove("flops")
             is_compiled = any(part._compiled_call_impl is not None for part in self._module.modules())
             self._compiles |= is_compiled or _compiled_frames() > before
             if not self._compiles:
                 if not _compiled_frames():  # otherwise a function in it may have been compiled before
-                    self._hooks().set(Hooks(name="flops", before_micro=self._count_second))
+                    self._hooks.set(Hooks(name="flops", before_micro=self._count_second))
             elif not isinstance(self._module, PipelineLossModule):
-                self._hooks().set(Hooks(name="flops", on_losses=lambda _: self._count_on_fakes(micro)))
+                self._hooks.set(Hooks(name="flops", on_losses=lambda _: self._count_on_fakes(micro)))
 
-        self._hooks().set(Hooks(name="flops", after_backward=done))
+        self._hooks.set(Hooks(name="flops", after_backward=done))
 
     def _count_second(self, micro: MicroBatch) -> None:
         counting = ExitStack()
@@ -108,14 +103,14 @@ class ModelFlops:
 
         def done(micro: MicroBatch) -> None:
             counting.close()
-            self._hooks().remove("flops")
+            self._hooks.remove("flops")
             self._take(count, micro.samples)
 
-        self._hooks().set(Hooks(name="flops", before_backward=before_backward, after_backward=done))
+        self._hooks.set(Hooks(name="flops", before_backward=before_backward, after_backward=done))
 
     def _count_on_fakes(self, micro: MicroBatch) -> None:
         """In the first step, which compiles, because restoring a model waits for the GPU."""
-        self._hooks().remove("flops")
+        self._hooks.remove("flops")
         draw = self._draw()
         assert draw is not None
         try:

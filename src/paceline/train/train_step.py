@@ -23,7 +23,7 @@ class TrainStep:
     def __init__(
         self, module: LossModule, wrapped: Wrapped, weights: LossWeights, draw: NoiseContext, hooks: HookTable
     ) -> None:
-        self.weights, self._module, self._draw, self._hooks = weights, module, draw, hooks
+        self.weights, self._module, self.draw, self.hooks = weights, module, draw, hooks
         self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
         self._always_weighs = weights.is_shared or wrapped.slices
         self.checks: Any = None  # `first_step.LaterChecks`
@@ -35,7 +35,7 @@ class TrainStep:
     def check_later(self, checks: Any) -> None:
         """Compare losses again after some steps."""
         self.checks = checks
-        self._hooks.set(Hooks(name="later_checks", after_backward=checks.keep))
+        self.hooks.set(Hooks(name="later_checks", after_backward=checks.keep))
 
     def weigh(self, *, several: bool) -> None:
         """Weight means by what they were divided by, if a step averages several of them."""
@@ -45,7 +45,7 @@ class TrainStep:
 
     def add(self, micro: MicroBatch) -> Tensor:
         """Run forward and backward of a micro-batch and return its loss. The last one reduces the gradients."""
-        draw, hooks = self._draw, self._hooks
+        draw, hooks = self.draw, self.hooks
         for hook in hooks.before_micro:
             hook(micro)
         for before in hooks.before_forward:
@@ -69,9 +69,9 @@ class TrainStep:
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Weight]:
         """Of a custom loop, which runs the backward with `weights`."""
-        for before in self._hooks.before_forward:
+        for before in self.hooks.before_forward:
             before(not micro.group)
-        self._draw.begin_forward(micro)
+        self.draw.begin_forward(micro)
         progress.micros += 1
         self.weigh(several=True)  # more micro-batches may follow
         result: tuple[Tensor, Weight] = self._forward(micro.batch)

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from paceline.checkpoint.export import Format, export
+from paceline.checkpoint.export import Format, export, gpt2_config, gpt2_weights
 from paceline.checkpoint.external import load_external_weights
 from paceline.errors import CheckpointError, ModelError
 from paceline.models.gpt import GPT
@@ -170,3 +170,49 @@ def test_damage_is_found_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="model/a in rank-0"):
         export(folder, "torch", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
+
+
+HEADS = 2
+
+
+def gpt_state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return dict(GPT(layers=2, width=8, heads=HEADS, vocabulary=11, context=4).state_dict())
+
+
+def test_linear_layers_are_transposed_and_the_shared_head_is_left_out() -> None:
+    own = gpt_state()
+    exported = gpt2_weights(own, HEADS)
+    assert len(exported) == len(own) - 1 and "lm_head.weight" not in exported
+    assert torch.equal(exported["transformer.h.1.mlp.c_fc.weight"], own["blocks.1.up.weight"].t())
+    assert torch.equal(exported["transformer.wte.weight"], own["tokens.weight"])
+    assert all(tensor.is_contiguous() for tensor in exported.values())
+
+
+def test_queries_keys_and_values_of_all_heads_follow_each_other() -> None:
+    own = gpt_state()
+    own["blocks.0.attention.qkv.bias"] = torch.arange(24.0)  # of head 0: query, key, value, 4 each; then of head 1
+    exported = gpt2_weights(own, HEADS)["transformer.h.0.attn.c_attn.bias"]
+    assert exported.tolist() == [*range(4), *range(12, 16), *range(4, 8), *range(16, 20), *range(8, 12), *range(20, 24)]
+
+
+def test_the_config_has_the_sizes_of_the_model() -> None:
+    made = gpt2_config(gpt_state(), HEADS, 0.1)
+    sizes = [made[key] for key in ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "resid_pdrop")]
+    assert sizes == [2, 8, 2, 4, 11, 0.1]
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "untied", "heads"])
+def test_a_model_of_another_shape_has_a_code(change: str) -> None:
+    own, heads = gpt_state(), HEADS
+    if change == "missing":
+        del own["blocks.1.norm2.bias"]
+    elif change == "unknown":
+        own["blocks.1.gate.weight"] = torch.ones(2)
+    elif change == "untied":
+        own["head.weight"] = own["tokens.weight"] + 1
+    else:
+        heads = 3
+    with pytest.raises(ModelError) as caught:
+        gpt2_weights(own, heads)
+    assert caught.value.code == "model.not-gpt2"

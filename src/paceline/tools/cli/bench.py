@@ -40,11 +40,7 @@ Json = Annotated[str | None, typer.Option("--json", metavar="FILE | -", help="wr
 Html = Annotated[str | None, typer.Option("--html", metavar="FILE", help="write a page with charts")]
 
 
-@app.command(
-    "comm",
-    cls=options.HintedCommand,
-    epilog=options.examples("bench comm", "bench comm recipe.yaml -n 4", "bench comm --hosts node1,node2"),
-)
+@app.command("comm", cls=options.HintedCommand, epilog=options.examples("bench comm"))
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
 def comm(
     arguments: workloads.Arguments = None,
@@ -112,10 +108,6 @@ def require_writable(*files: str | None) -> None:
             raise LaunchError("bad-options", f"No such folder: {Path(file).parent}.", fix="create it first")
 
 
-STEP_EXAMPLES = options.examples("bench step recipe.yaml", "bench step recipe.yaml -n 4 batch=64 --html step.html")
-SCALING_EXAMPLES = options.examples(
-    "bench scaling recipe.yaml --ranks 1,2,4", "bench scaling recipe.yaml --ranks 1,8 --mode weak --hosts a,b"
-)
 Steps = Annotated[int, typer.Option("--steps", min=3, help="steps to measure, after 5 of warm-up")]
 RankCounts = Annotated[
     str,
@@ -129,7 +121,7 @@ _RANKS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node")
 _STARTS_NOTHING = ("--k8s", "--k8s-with", "--dry-run")
 
 
-@app.command("step", cls=options.HintedCommand, epilog=STEP_EXAMPLES)
+@app.command("step", cls=options.HintedCommand, epilog=options.examples("bench step"))
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node", *_STARTS_NOTHING))
 def step(
     arguments: workloads.Arguments = None,
@@ -157,7 +149,7 @@ def step(
         _write(html, step_page(title, about, report, rows, notes))
 
 
-@app.command("scaling", cls=options.HintedCommand, epilog=SCALING_EXAMPLES)
+@app.command("scaling", cls=options.HintedCommand, epilog=options.examples("bench scaling"))
 @options.launch_options(without=(*_RANKS, *_STARTS_NOTHING))
 def scaling(
     arguments: workloads.Arguments = None,

@@ -37,7 +37,7 @@ Where = Annotated[Path, typer.Argument(metavar="PATH", help=_WHERE, parser=_path
 Best = Annotated[bool, typer.Option("--best", help="the best checkpoint of the run (save_best), not the newest")]
 
 
-@app.command("ls", epilog=examples("checkpoint ls", "checkpoint ls runs/gpt"))
+@app.command("ls", epilog=examples("checkpoint ls"))
 def ls(
     path: Annotated[
         Path, typer.Argument(metavar="[PATH]", help="a run, or a folder of runs; default: runs/", parser=_path)
@@ -56,7 +56,7 @@ def ls(
         print(columns([titles, *(_row(each) for each in facts)]))
 
 
-@app.command("inspect", epilog=examples("checkpoint inspect runs/gpt", "checkpoint inspect runs/gpt --best"))
+@app.command("inspect", epilog=examples("checkpoint inspect"))
 def inspect(
     path: Where,
     best: Best = False,
@@ -98,7 +98,7 @@ def inspect(
         print(f"{name} is an alias of {target}")
 
 
-@app.command("verify", epilog=examples("checkpoint verify runs/gpt"))
+@app.command("verify", epilog=examples("checkpoint verify"))
 def verify(path: Where, as_json: Json = False) -> None:
     """Verify the hash of every byte. Exits with status 1 if a checkpoint is corrupted."""
     from paceline.checkpoint import reader
@@ -118,7 +118,7 @@ def verify(path: Where, as_json: Json = False) -> None:
     raise SystemExit(1 if any(problems.values()) else 0)
 
 
-@app.command("export", epilog=examples("checkpoint export runs/gpt --to safetensors -o gpt.safetensors"))
+@app.command("export", epilog=examples("checkpoint export"))
 def export(
     path: Where,
     to: Annotated[

@@ -15,13 +15,12 @@ from paceline.text import plural
 from paceline.tools.cli import workloads
 from paceline.tools.cli.options import Json, examples
 
-INIT_EXAMPLES = examples("init", "init my-project")
 STARTER = Path(__file__).with_name("starter")  # NAME.txt: they are data, not modules of this package
 
 app = typer.Typer(help="Show the effective recipe, the keys of recipes, or their JSON schema.", no_args_is_help=True)
 
 
-@app.command("show", epilog=examples("config show recipe.yaml -n 4", "config show strategy=fsdp batch=64"))
+@app.command("show", epilog=examples("config show"))
 def show(
     arguments: workloads.Arguments = None,
     ranks: Annotated[
@@ -50,7 +49,7 @@ def show(
         print(f"#   {number}. {each.name:<{width}}  {each.reason}")
 
 
-@app.command("keys", epilog=examples("config keys", "config keys optimizer", "config keys --json"))
+@app.command("keys", epilog=examples("config keys"))
 def keys(
     prefix: Annotated[str, typer.Argument(metavar="[PREFIX]", help="a section, or the beginning of a key")] = "",
     as_json: Json = False,
@@ -63,7 +62,7 @@ def keys(
     print(json.dumps([key._asdict() for key in found], indent=2) if as_json else workloads.table(found))
 
 
-@app.command("schema", epilog=examples("config schema > schema.json"))
+@app.command("schema", epilog=examples("config schema"))
 def schema() -> None:
     """Print the JSON schema of recipes, for use in editors."""
     from paceline.config.recipe import Config

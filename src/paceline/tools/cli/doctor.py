@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from paceline.config.recipe import Config
     from paceline.tools.doctor.finding import Finding
 
-EXAMPLES = options.examples(
-    "doctor", "doctor recipe.yaml -n 4", "doctor --hosts node1,node2", "doctor --json", "doctor --bundle runs/gpt"
-)
-
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
 def doctor(

@@ -20,11 +20,6 @@ from paceline.tools.cli import options, workloads
 if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
 
-EXAMPLES = options.examples(
-    "evaluate recipe.yaml --from mlp",
-    "evaluate recipe.yaml --from runs/mlp --best -n 2 metrics=accuracy",
-    "evaluate --from mlp --json",
-)
 From = Annotated[
     str, typer.Option("--from", metavar="RUN", help="name or path of a run, a checkpoint, or a file of weights")
 ]

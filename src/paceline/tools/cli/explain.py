@@ -13,11 +13,6 @@ import typer
 
 from paceline.errors import PacelineError
 from paceline.run.folder import ROOT, RunFolder
-from paceline.tools.cli.options import examples
-
-EXAMPLES = examples(
-    "explain", "explain nccl", "explain config.unknown-key", "explain train.log", "explain runs/gpt", "explain -"
-)
 
 
 def _codes(incomplete: str) -> list[str]:

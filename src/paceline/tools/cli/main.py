@@ -17,7 +17,7 @@ app = typer.Typer(
     help="Reliable distributed training for PyTorch.",
     no_args_is_help=True,
     invoke_without_command=True,
-    epilog=options.examples("train", "launch -n 4 train.py", "explain launch.no-script", "--install-completion"),
+    epilog=options.examples("paceline"),
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -32,22 +32,21 @@ def top_level(
         raise typer.Exit
 
 
-_LAUNCHES = options.examples(
-    "launch -n 4 train.py --lr 1e-3", "launch --hosts node1,node2 train.py", "launch -n 2 -m package.train"
+app.command("train", cls=options.HintedCommand, epilog=options.examples("train"))(train.train)
+app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT, epilog=options.examples("launch"))(
+    launch.launch
 )
-app.command("train", cls=options.HintedCommand, epilog=train.EXAMPLES)(train.train)
-app.command("launch", cls=options.HintedCommand, context_settings=launch.CONTEXT, epilog=_LAUNCHES)(launch.launch)
-app.command("evaluate", cls=options.HintedCommand, epilog=evaluate.EXAMPLES)(evaluate.evaluate)
-app.command("init", epilog=config.INIT_EXAMPLES)(config.init)
+app.command("evaluate", cls=options.HintedCommand, epilog=options.examples("evaluate"))(evaluate.evaluate)
+app.command("init", epilog=options.examples("init"))(config.init)
 app.command("node", hidden=True)(launch.node)
-app.command("parity", epilog=train.PARITY_EXAMPLES)(train.parity)
-app.command("doctor", cls=options.HintedCommand, epilog=doctor.EXAMPLES)(doctor.doctor)
-app.command("explain", epilog=explain.EXAMPLES)(explain.explain)
-app.command("ls", epilog=runs.LS_EXAMPLES)(runs.ls)
-app.command("show", epilog=runs.SHOW_EXAMPLES)(runs.show)
-app.command("compare", epilog=runs.COMPARE_EXAMPLES)(runs.compare)
-app.command("watch", epilog=runs.WATCH_EXAMPLES)(runs.watch)
-app.command("report", epilog=runs.REPORT_EXAMPLES)(runs.report)
+app.command("parity", epilog=options.examples("parity"))(train.parity)
+app.command("doctor", cls=options.HintedCommand, epilog=options.examples("doctor"))(doctor.doctor)
+app.command("explain", epilog=options.examples("explain"))(explain.explain)
+app.command("ls", epilog=options.examples("ls"))(runs.ls)
+app.command("show", epilog=options.examples("show"))(runs.show)
+app.command("compare", epilog=options.examples("compare"))(runs.compare)
+app.command("watch", epilog=options.examples("watch"))(runs.watch)
+app.command("report", epilog=options.examples("report"))(runs.report)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(bench.app, name="bench")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import tomllib
 from collections.abc import Callable, Collection
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 import typer
@@ -20,9 +22,12 @@ Verb = TypeVar("Verb", bound=Callable[..., None])
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
-def examples(*commands: str) -> str:
+_EXAMPLES = tomllib.loads(Path(__file__).with_name("examples.toml").read_text(encoding="utf-8"))
+
+
+def examples(command: str) -> str:
     """The end of a --help page. typer keeps lines apart only if a blank line is between them."""
-    return "\n\n".join(["Examples:", *(f"paceline {command}" for command in commands)])
+    return "\n\n".join(["Examples:", *(f"paceline {each}" for each in _EXAMPLES[command].splitlines())])
 
 
 class HintedCommand(TyperCommand):

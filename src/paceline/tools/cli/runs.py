@@ -16,11 +16,7 @@ import typer
 
 from paceline.errors import CheckpointError, LaunchError
 from paceline.run.folder import ROOT, RunFolder
-from paceline.tools.cli.options import Json, examples
-
-LS_EXAMPLES = examples("ls", "ls runs/mlp-sweep", "ls --all --json")
-SHOW_EXAMPLES = examples("show gpt", "show runs/mlp-sweep/trials/0003", "show gpt --json")
-COMPARE_EXAMPLES = examples("compare gpt gpt-2", "compare gpt gpt-2 gpt-3 --by time", "compare gpt gpt-2 --text")
+from paceline.tools.cli.options import Json
 
 
 def ls(
@@ -71,9 +67,6 @@ def compare(
         report.write_report(folders, output, by)
         print(f"\n{output}")
 
-
-WATCH_EXAMPLES = examples("watch", "watch gpt", "watch gpt gpt-2", "watch runs/mlp-sweep")
-REPORT_EXAMPLES = examples("report gpt", "report gpt -o gpt.html", "report gpt --to tensorboard -o tensorboard/gpt")
 
 _NICE = 10  # training on this machine goes first
 

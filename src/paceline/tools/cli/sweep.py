@@ -14,11 +14,6 @@ from paceline.config.launch import LaunchSpec
 from paceline.tools.cli import options, workloads
 
 _option = partial(typer.Option, rich_help_panel="Search")
-EXAMPLES = options.examples(
-    "sweep recipe.yaml --trials 50 'optimizer.lr=log(1e-5,1e-2)' 'batch=choice(32,64,128)'",
-    "sweep recipe.yaml --pruner asha --parallel 4",
-    "sweep show recipe-sweep --html",
-)
 
 
 class _SweepGroup(TyperGroup):
@@ -31,7 +26,10 @@ class _SweepGroup(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_SweepGroup, no_args_is_help=True, help="Search for good settings with many runs of a recipe.", epilog=EXAMPLES
+    cls=_SweepGroup,
+    no_args_is_help=True,
+    help="Search for good settings with many runs of a recipe.",
+    epilog=options.examples("sweep"),
 )
 
 Trials = Annotated[int | None, _option("--trials", min=1, help="number of trials")]
@@ -49,7 +47,7 @@ Seed = Annotated[int | None, _option("--seed", min=0, help="seed of the sampler"
 Name = Annotated[str | None, _option("--name", help="name or path of the study; default: RECIPE-sweep")]
 
 
-@app.command("run", cls=options.HintedCommand, epilog=EXAMPLES)
+@app.command("run", cls=options.HintedCommand, epilog=options.examples("sweep"))
 @options.launch_options(
     without=("--nproc-per-node", "--nproc_per_node", "--dry-run", "--k8s", "--k8s-with", "--nodes", "--nnodes",
              "--node-rank", "--node_rank", "--master", "--rdzv-endpoint", "--rdzv_endpoint", "--rdzv-backend",
@@ -88,7 +86,7 @@ def run(
     study.require_success()
 
 
-@app.command("show", epilog=options.examples("sweep show mlp-sweep", "sweep show runs/mlp-sweep --html"))
+@app.command("show", epilog=options.examples("sweep show"))
 def show(
     study: Annotated[str, typer.Argument(help="name or path of a study")],
     html: Annotated[bool, typer.Option("--html", help="also write charts of all trials as one HTML file")] = False,

@@ -20,15 +20,6 @@ if TYPE_CHECKING:
     from paceline.run.history import History
     from paceline.train.trainer import Trainer
 
-EXAMPLES = options.examples(
-    "train", "train recipe.yaml -n 4", "train recipe.yaml schedule=cosine optimizer.lr=3e-4 train.epochs=3"
-)
-PARITY_EXAMPLES = options.examples(
-    "parity recipe.yaml --layouts ddp:2,fsdp:2",
-    "parity recipe.yaml --layouts 'shard=2 tensor=2'",
-    "parity recipe.yaml --bits",
-)
-
 
 @options.launch_options(without=("--nproc-per-node", "--nproc_per_node"))
 def train(arguments: workloads.Arguments = None, **launch_options: Any) -> None:
