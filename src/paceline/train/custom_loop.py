@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.data.batches import layout_of, samples_in, shapes_of
 from paceline.data.loader import Loader, MicroBatch
@@ -36,8 +35,6 @@ from paceline.runtime.whereabouts import progress
 from paceline.train import first_step, loop
 from paceline.train.checks.foreign_steps import GradientInspector
 from paceline.train.pipeline_step import PipelineLossModule
-from paceline.train.recorder import Recorder, Sinks
-from paceline.train.telemetry import Telemetry
 
 
 class StepResult(NamedTuple):
@@ -390,11 +387,3 @@ class CustomLoop:
             if place is not None and place.skip == 0:  # the last step of an epoch whose length is its own
                 self._end_epoch(micro.epoch)
         self._end_read_epoch()
-
-
-def close_custom_loop(recorder: Recorder, sinks: Sinks, telemetry: Telemetry) -> None:
-    """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
-    telemetry.left()
-    with _disable_current_modes():  # the collector runs anywhere, also where another model's FLOPs are counted
-        recorder.flush_last()
-    sinks.close()

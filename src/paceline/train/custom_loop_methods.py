@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.config.recipe import Config
 from paceline.data import adopt
@@ -32,7 +33,7 @@ from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.run_handle import RunHandle, warn_of_saves
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult, close_custom_loop
+from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult
 from paceline.train.engine import Engine
 from paceline.train.loaders import Loaders
 from paceline.train.loop import StepActions
@@ -40,6 +41,7 @@ from paceline.train.lr import LearningRate
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll, Signals
 from paceline.train.recorder import Recorder
+from paceline.train.telemetry import Telemetry
 
 
 def open_custom_loop(
@@ -95,8 +97,17 @@ def open_custom_loop(
 
     job = loop.Job(lambda: iter(()), engine, recorder, actions, callbacks.hooks["on_step"])
     custom = CustomLoop(job, begin, saver.finish)
-    weakref.finalize(custom, close_custom_loop, recorder, sinks, engine.telemetry)
+    weakref.finalize(custom, _close, recorder, run, engine.telemetry)
     return custom
+
+
+def _close(recorder: Recorder, run: RunHandle, telemetry: Telemetry) -> None:
+    """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
+    telemetry.left()
+    with _disable_current_modes():  # the collector runs anywhere, also where another model's FLOPs are counted
+        recorder.flush_last()
+    run.sinks.close()
+    run.release()
 
 
 def _require_supported(config: Config) -> None:

@@ -66,12 +66,9 @@ def test_the_fast_rank_waits_in_communication_and_the_slow_one_computes() -> Non
         optimizer.step()
     split = profiler.split
     assert split is not None and text is not None
-    if collectives.rank() == 0:
-        assert split.exposed > 2 * split.compute, text
-        assert split.exposed > 0.5 * split.whole, text
-    else:
-        assert split.compute > 2 * split.exposed, text
-        assert split.compute > 0.5 * split.whole, text
+    # Between ranks: a busy machine keeps both from running now and then.
+    (fast, waits), (slow, waits_less) = collectives.all_gather_object([split.compute, split.exposed])
+    assert slow > 2 * fast and waits > waits_less, text
     assert split.communication >= split.exposed > 0
     assert "exposed communication" in text
 

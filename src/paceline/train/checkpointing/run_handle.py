@@ -124,6 +124,8 @@ class RunHandle:
         """Create the folder if there is none, lock it, and write the recipe and `rows`. Returns its path."""
         if rows is not None:
             self._log.info(table(rows))
+        if any(run is not self for run in open_runs()):
+            gc.collect()  # Trainers of custom loops that nobody holds any more
         if self._begun is None and rows is not None:
             self._begun = next(_BEGUN)
         if self.folder is None:
@@ -156,8 +158,6 @@ class RunHandle:
         return RunFolder(Path(collectives.broadcast_object(str(created))))
 
     def _choose_folder(self, name: str | None) -> RunFolder:
-        if len(open_runs()) > 1:
-            gc.collect()  # Trainers that nobody holds any more
         runs = [run.folder.whole for run in open_runs() if run.folder is not None]
         if (launch := environment.run_folder()) is not None:
             here = launch.current
@@ -261,12 +261,16 @@ class RunHandle:
         self._lock = lock
         weakref.finalize(self, lock.release)
 
-    def close(self, config: Config) -> None:
-        """At the end of a call to train(): release the lock, and write the report that the recipe asks for, unless a
-        launcher does so, which knows how the job ended."""
+    def release(self) -> None:
+        """Let others use the folder."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
+
+    def close(self, config: Config) -> None:
+        """At the end of a call to train(): release the lock, and write the report that the recipe asks for, unless a
+        launcher does so, which knows how the job ended."""
+        self.release()
         if config.report and self.folder is not None and self._world.is_main and environment.run_folder() is None:
             requested_report.write(self.folder)
 

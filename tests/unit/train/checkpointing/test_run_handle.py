@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,27 @@ def test_a_second_trainer_of_a_process_continues_when_the_first_has_ended(tmp_pa
         first.train(tiny.blobs(), max_steps=4)
     assert second.train(tiny.blobs(), max_steps=4).run == str(tmp_path / "r")
     assert len(first.train(tiny.blobs(), max_steps=3).steps) == 1
+
+
+def test_a_custom_loop_that_nobody_holds_does_not_share_its_run(in_folder: Path) -> None:
+    """Whether Python has collected its Trainer must not matter: where the next one saves, and what it resumes."""
+
+    def abandoned() -> None:
+        trainer = tiny.classifier_trainer(run="loop", save_every=1)
+        for batch in trainer.loader(tiny.blobs()):
+            trainer.training_step(batch)
+
+    gc.disable()
+    try:
+        abandoned()
+        history = tiny.classifier_trainer(run="next", save_every=1).train(tiny.blobs(), max_steps=2)
+        assert history.run == str(in_folder / "runs" / "next")
+        abandoned()
+        assert tiny.classifier_trainer(resume="runs/next").step_count == 2
+        named = tiny.classifier_trainer(run=None).train(tiny.blobs(), max_steps=1).run
+        assert Path(named or "").parent == in_folder / "runs"
+    finally:
+        gc.enable()
 
 
 def test_auto_without_an_earlier_run_begins_one(tmp_path: Path) -> None:
