@@ -80,7 +80,7 @@ def in_loader() -> Any:
         (Split, (2, 1)),
         (in_loader, (1, 2)),
         pytest.param(in_loader, (2, 1), marks=pytest.mark.nightly),
-        pytest.param(Split, (2, 3), marks=pytest.mark.nightly),
+        pytest.param(Split, (2, 4), marks=pytest.mark.nightly),
     ],
 )
 def test_a_split_stream_continues_on_another_number_of_ranks(

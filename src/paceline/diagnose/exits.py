@@ -183,9 +183,7 @@ Signature = Literal["cpu-memory", "gpu-memory", "lost-connection", "port-in-use"
 
 _VERSION_CODES = {"world.different-versions", "launch.node-differs"}
 _PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_CPU_MEMORY = re.compile(
-    r"^([\w.]*_Array)?MemoryError\b|DefaultCPUAllocator: (can't allocate|not enough)", re.MULTILINE
-)
+_CPU_MEMORY = re.compile(r"(?m)^([\w.]*_Array)?MemoryError\b|DefaultCPUAllocator: (can't allocate|not enough)")
 _GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|\bOutOfMemoryError\b")
 _TIMEOUT = re.compile(
     r"Timed out waiting \d+ms|Timed out after \d+ seconds waiting for clients|timed out after \d+ms"

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from paceline.config.sections import FsdpSection
-from paceline.errors import LayoutError
+from paceline.errors import LayoutError, TrainError
 from paceline.runtime.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -271,6 +271,25 @@ def track_used(root: nn.Module) -> set[nn.Parameter]:
             # The parameters that collect gradients exist once a module was gathered, in FSDP2's own hook.
             handles[module] = module.register_forward_pre_hook(track)
     return used
+
+
+def reduced_check(model: nn.Module) -> Callable[[], None]:
+    """A function that raises if gradients of a step were not reduced: FSDP2 leaves a block gathered that a backward
+    within a backward has computed again, in several forwards of one loss."""
+    states = [(name, each._get_fsdp_state()) for name, each in model.named_modules() if isinstance(each, FSDPModule)]
+    blocks = [(name, group) for name, state in states if (group := state._fsdp_param_group) is not None]
+
+    def check() -> None:
+        for name, group in blocks:
+            if group.is_unsharded and any(each.unsharded_param.grad is not None for each in group.fsdp_params):
+                raise TrainError(
+                    "gradients-not-reduced",
+                    f"FSDP did not reduce the gradients of {name}.",
+                    why="a checkpoint has computed it again in a backward of its own, in two forwards of one loss",
+                    fix="pass use_reentrant=False to the checkpoint, or set recompute",
+                )
+
+    return check
 
 
 def unreached(root: nn.Module, loss: torch.Tensor) -> list[str]:

@@ -43,12 +43,8 @@ class HookTable:
         self._bind()
 
     def set(self, hooks: Hooks) -> None:
-        """Add those of a feature, or replace them, which keeps its place."""
+        """Add those of a feature, or replace them (by none), which keeps its place."""
         self._features[hooks.name] = hooks
-        self._bind()
-
-    def remove(self, name: str) -> None:
-        self._features.pop(name, None)
         self._bind()
 
     def _bind(self) -> None:

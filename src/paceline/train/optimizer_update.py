@@ -21,6 +21,7 @@ from torch.amp.grad_scaler import OptState
 from paceline.optim.clip import clip, total_norm
 from paceline.optim.ema import Ema
 from paceline.optim.fused import FusedStep
+from paceline.parallel.fsdp import reduced_check
 from paceline.parallel.optimizer_binding import assign_shard_gradients, raise_on_mixed_tensors
 from paceline.parallel.shards import is_primary_shard, local_shard
 from paceline.parallel.sync.local_steps import LocalSteps
@@ -48,6 +49,7 @@ class HeldParams:
     ) -> None:
         self._model, self._held, self._device, self._group = model, held, mesh.device, mesh.step_group
         self._allow_unused = allow_unused
+        self._require_reduced = reduced_check(model)
         self._used = used  # in the backwards since the last step; None: gradients of unused parameters are None
         self._counted = {
             held.get(parameter, parameter)
@@ -62,6 +64,7 @@ class HeldParams:
     def assign_gradients(self) -> None:
         """A parameter that is unused on this rank only is an error: FSDP2 would silently reduce the gradients of
         different parameters into each other."""
+        self._require_reduced()
         if self._used is not None:
             self._drop_unused(self._used)
         if not assign_shard_gradients(self._held) and not self._allow_unused:

@@ -81,7 +81,7 @@ class ModelFlops:
         before = _compiled_frames()
 
         def done(_: MicroBatch) -> None:
-            self._hooks.remove("flops")
+            self._hooks.set(Hooks(name="flops"))
             is_compiled = any(part._compiled_call_impl is not None for part in self._module.modules())
             self._compiles |= is_compiled or _compiled_frames() > before
             if not self._compiles:
@@ -103,14 +103,14 @@ class ModelFlops:
 
         def done(micro: MicroBatch) -> None:
             counting.close()
-            self._hooks.remove("flops")
+            self._hooks.set(Hooks(name="flops"))
             self._take(count, micro.samples)
 
         self._hooks.set(Hooks(name="flops", before_backward=before_backward, after_backward=done))
 
     def _count_on_fakes(self, micro: MicroBatch) -> None:
         """In the first step, which compiles, because restoring a model waits for the GPU."""
-        self._hooks.remove("flops")
+        self._hooks.set(Hooks(name="flops"))
         draw = self._draw()
         assert draw is not None
         try:

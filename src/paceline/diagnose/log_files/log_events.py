@@ -21,7 +21,6 @@ UNKNOWN = ""  # the code of an exception without a signature
 _TEXTS = tomllib.loads(Path(__file__).with_name("log_lines.toml").read_text(encoding="utf-8"))
 _LINES = {name: re.compile("".join(text)) for name, text in _TEXTS.items()}
 
-
 EventRole = Literal["cause", "symptom", "waited", "consequence", "mention"]
 Role = Literal["cause", "symptom", "waited", "consequence"]
 ROLES: tuple[Role, ...] = get_args(Role)  # a match of the first is worth most

@@ -26,6 +26,7 @@ import os
 import re
 import stat
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,9 +49,8 @@ _MAX_KEPT = 100_000  # lines; after them, only the end of the log is read
 _MAX_FILES = 4096
 _MAX_STREAM = 2**31  # bytes that are read of what is not a file
 _DIGITS = bytes.maketrans(b"0123456789abcdef", b"0" * 16)
-_LOG_NAME = re.compile(
-    r"\.(?:log|txt|out|err|std(?:err|out))(?:\.\d+)?(?:\.gz)?$|(?:^|[_-])(?:std(?:err|out)|log|err|out)$"
-)
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_LOG_NAME = re.compile(_TEXTS["log_name"])
 
 Numbered = tuple[int, bytes]
 _RANK_IN_NAME = re.compile(r"(?:^|[^A-Za-z])(?:local_rank|rank|worker|proc|process)[-_.]?(\d+)(?:\D|$)")
@@ -198,25 +198,9 @@ def _blocks(file: BinaryIO) -> Iterator[bytes]:
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]")
 _TIME = re.compile(r"\[?(?:\d{4}-\d\d-\d\d[T ])?\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?\]?:?\s")
-_PREFIXES = (
-    re.compile(r"\[(?:default|rank[ _]?)(?P<rank>\d+)\]:?\s?"),
-    re.compile(r"\[\d+,(?P<rank>\d+)\]<std(?:err|out|diag)>:\s?"),
-    re.compile(r"\[(?P<rank>\d+)\]<std(?:err|out)>:\s?"),
-    re.compile(r"\((?:[\w.:]+\s+)?pid=(?P<pid>\d+)(?:, ip=(?P<node>[\w.:-]+))?\)\s?"),
-    re.compile(r"\s{0,4}(?P<rank>\d{1,5}): (?!\d)"),
-    re.compile(r"\[(?P<node>[a-zA-Z][\w.-]*)\]:? (?=\[rank)"),
-    re.compile(
-        r"(?!\S*(?:Error|Exception|Warning)\b)(?P<node>[a-zA-Z][\w.-]*\d[\w.-]*): (?=\S|\s+File \"|\s{4})(?!.{0,3}$)"
-    ),
-    re.compile(r"[\w.-]+-\d+\s+\| ?"),
-    re.compile(r"(?:stdout|stderr) [FP] "),
-    re.compile(r"\[[^\]]{10,40}\] \{[\w.]+:\d+\} [A-Z]+ - "),
-)
+_PREFIXES = [re.compile(text) for text in _TEXTS["prefixes"]]
 # Inside the text, where the writer names itself.
-_NAMED = re.compile(
-    r"\[(?:PG \w+ )?(?:PG ID \d+ PG GUID \S+ )?[Rr]ank (?P<rank>\d+)\]|^\[?[Rr]ank (?P<first>\d+)\b"
-    r"|\brank=(?P<equal>\d+)\b"
-)
+_NAMED = re.compile(_TEXTS["named"])
 _NCCL = re.compile(r"(?:^|\s)(?P<node>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<rank>\d+)\] ")
 _LOGGER = re.compile(r"^[EWIFC]\d{4} \d\d:\d\d:\d\d")
 
