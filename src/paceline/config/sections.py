@@ -338,7 +338,7 @@ class SweepSection(Section):
     pruner: Literal["none", "median", "asha"] = Field(
         "none", description="median: stop trials below the median; asha: continue only the best ones"
     )
-    eta: Annotated[int, Field(ge=2)] = Field(2, description="asha: one of so many trials continues at each rung")
+    eta: Annotated[int, Field(ge=2)] = Field(2, description="asha: at each rung, one in `eta` trials continues")
     rungs: Annotated[int, Field(ge=2)] = Field(4, description="asha: number of rungs; each is eta times the one before")
     seed: NonNegativeInt = Field(0, description="seed of the sampler")
     metric: str = Field("loss", description="metric of the evaluation to optimize")

@@ -1,7 +1,7 @@
 """What a mean loss was divided by, read from its autograd graph.
 
-A mean over the targets that count (class weights, ignored targets, shifted labels, a mask) is no mean over samples. Its
-backward needs the number that it was divided by, so the graph holds it: no rule about the model is needed.
+A mean over the targets that count (class weights, ignored targets, shifted labels, a mask) is not a mean over samples.
+Its backward needs the number that it was divided by, so the graph holds it: no rule about the model is needed.
 
     F.cross_entropy(…), nn.CrossEntropyLoss, model(**batch).loss     the weight of the counted targets
     (losses * mask).sum() / mask.sum()                               the divisor

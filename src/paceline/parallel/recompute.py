@@ -7,7 +7,7 @@
 | selective | outputs of matrix products, convolutions and attention                            |
 
 Blocks that are single layers would save nothing: a layer's input is all that it keeps. In an nn.Sequential, groups of
-layers are recomputed instead, with the activations between them; elsewhere a warning says so.
+layers are recomputed instead, with the activations between them; elsewhere paceline warns.
 
 The forward of each block is wrapped in torch's checkpoint, in place, so module names are unchanged. The second forward
 is bitwise identical to the first: dropout and `paceline.noise` draw the same numbers, and running statistics of batch

@@ -49,8 +49,8 @@ Weight = Tensor | float | Divisor | None  # of a loss: a sum's, a mean's divisor
 
 
 def run_backward(value: Tensor, seed: Tensor, *more: tuple[Tensor, Tensor]) -> None:
-    """`value.backward(seed)`, together with `more` of such pairs. Overrides are called as ever: of a subclass, of a
-    function mode, or a patch."""
+    """`value.backward(seed)`, together with `more` of such pairs. Overrides are still called: those of a subclass,
+    of a function mode, or a patch."""
     is_plain = type(value) is Tensor and not value.dim() and Tensor.backward is _torch_backward
     if is_plain and not torch._C._is_torch_function_mode_enabled():
         roots, seeds = zip((value, seed), *more, strict=True)

@@ -205,7 +205,7 @@ def refuse_forward(finding: str) -> None:
 
 
 def _sum_and_weight(loss: Tensor, weight: Tensor | float, is_mean: bool) -> tuple[Tensor, Tensor]:
-    """Of a slice, in float64. A placeholder has weight zero, whatever its loss is."""
+    """The sum and the weight of a slice, in float64. A placeholder has weight zero, whatever its loss is."""
     number = torch.as_tensor(weight, dtype=torch.float64, device=loss.device).reshape(())
     total = loss.double() * number if is_mean else loss.double()
     return torch.where(number > 0, total, 0.0), number

@@ -60,7 +60,7 @@ _MAX_LINE = 400  # characters
 
 
 def changes(run: LiveRun, cursor: str, about_id: str) -> dict[str, Any]:
-    """What a page that has everything up to a cursor, and `about` with this id, does not know yet."""
+    """What is new for a page that has everything up to a cursor, and `about` with this id."""
     with run.lock:
         cursor, fresh, found = new_points(run, cursor)
         values = {"head": head(run), "cursor": cursor, "fresh": fresh, "curves": found}
