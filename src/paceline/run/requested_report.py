@@ -31,7 +31,7 @@ def write_all(launch: RunFolder) -> None:
 
 def write(folder: RunFolder) -> None:
     """A report that can't be written does not change how a run ends."""
-    command = [sys.executable, "-m", "paceline", "report", str(folder.path), "-o", str(folder.report)]
+    command = [sys.executable, "-P", "-m", "paceline", "report", str(folder.path), "-o", str(folder.report)]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True)
         log.info(f"report: {short(folder.report)}")

@@ -40,7 +40,7 @@ from paceline.train.loop import StepActions
 from paceline.train.lr import LearningRate
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll, Signals
-from paceline.train.recorder import Recorder
+from paceline.train.recorder import Recorder, Sinks
 from paceline.train.telemetry import Telemetry
 
 
@@ -97,16 +97,16 @@ def open_custom_loop(
 
     job = loop.Job(lambda: iter(()), engine, recorder, actions, callbacks.hooks["on_step"])
     custom = CustomLoop(job, begin, saver.finish)
-    weakref.finalize(custom, _close, recorder, run, engine.telemetry)
+    weakref.finalize(custom, _close, recorder, sinks, run, engine.telemetry)
     return custom
 
 
-def _close(recorder: Recorder, run: RunHandle, telemetry: Telemetry) -> None:
+def _close(recorder: Recorder, sinks: Sinks, run: RunHandle, telemetry: Telemetry) -> None:
     """Called when the trainer is garbage-collected or the process ends: a custom loop has no explicit end."""
     telemetry.left()
     with _disable_current_modes():  # the collector runs anywhere, also where another model's FLOPs are counted
         recorder.flush_last()
-    run.sinks.close()
+    sinks.close()
     run.release()
 
 

@@ -244,7 +244,7 @@ class LossWeights:
             if isinstance(weight, Tensor):
                 self._mean_weight = torch.where(weight > 0, weight, 1.0)
             else:  # without a target that counts, a penalty has no weight either
-                self._mean_weight = weight if weight > 0 else 1.0
+                self._mean_weight, weight = (weight, weight) if weight > 0 else (1.0, 0.0)
         if not self._alone and not self._from_global:
             self._mean_weight = micro.step_samples * self._per_sample
         assert self._mean_weight is not None
