@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,47 +16,45 @@ from paceline.data.loader import MicroBatch
 _SMALL = 1 << 16
 
 
-def to_device(
-    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
-) -> Iterator[MicroBatch]:
-    """Each micro-batch on `device`, with `cast` applied to its tensors."""
+Changes = Sequence[Callable[[Tensor], Tensor]]
+
+
+def to_device(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
+    """Each micro-batch on `device`, with `changes` applied to its tensors, one after the other."""
     if device.type == "cuda":
-        return _prefetched(micros, device, cast)
-    if device.type == "cpu" and cast is None:
+        return _prefetched(micros, device, changes)
+    if device.type == "cpu" and not changes:
         return micros  # already there
-    return _moved(micros, device, cast)
+    return _moved(micros, device, changes)
 
 
-def _moved(
-    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
-) -> Iterator[MicroBatch]:
+def _moved(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
     for micro in micros:
-        micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), cast))
+        micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), changes))
         yield micro
 
 
-def _changed(tensor: Tensor, cast: Callable[[Tensor], Tensor] | None) -> Tensor:
-    return tensor if cast is None else cast(tensor)
+def _changed(tensor: Tensor, changes: Changes) -> Tensor:
+    for change in changes:
+        tensor = change(tensor)
+    return tensor
 
 
-def _prefetched(
-    micros: Iterator[MicroBatch], device: torch.device, cast: Callable[[Tensor], Tensor] | None
-) -> Iterator[MicroBatch]:
+def _prefetched(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
     side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     copied: list[Tensor] = []  # of one micro-batch, on the side stream
     ahead: tuple[MicroBatch, list[Tensor], torch.cuda.Event] | None = None
 
     def put(tensor: Tensor) -> Tensor:
         if tensor.device == device or tensor.nbytes <= _SMALL:
-            moved = tensor.to(device, non_blocking=True)
-            return moved if cast is None else cast(moved)
+            return _changed(tensor.to(device, non_blocking=True), changes)
         with torch.cuda.stream(side):
-            copied.append(_changed(tensor.to(device, non_blocking=True), cast))
+            copied.append(_changed(tensor.to(device, non_blocking=True), changes))
         return copied[-1]
 
     for micro in micros:
         copied = []
-        if cast is not None or not _is_flat_on(device, micro.batch):
+        if changes or not _is_flat_on(device, micro.batch):
             micro.batch = apply(micro.batch, put)
         done = side.record_event() if copied else None
         if ahead is not None:

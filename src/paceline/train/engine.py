@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,17 +18,18 @@ from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
 from paceline.log import rank_log
-from paceline.models.loss_module import LossModule, parameters_of_loss
+from paceline.models.loss_module import parameters_of_loss
 from paceline.models.model_call import infer_call, stateful
-from paceline.models.spec import find_blocks
-from paceline.models.weights import PowerIterations, convert_state, input_change
+from paceline.models.weights import PowerIterations, convert_state
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
-from paceline.parallel import parallelize
 from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import track_used
+from paceline.parallel.model_parts import PassContext
 from paceline.parallel.optimizer_binding import bind, names_of
+from paceline.parallel.parallelize import change_recompute, parallelize
+from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.parallel.pipeline.stage_partition import partition_model
 from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
@@ -48,17 +49,19 @@ from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
 from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
-from paceline.train.graph_step import GraphedStep
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
 from paceline.train.optimizer_update import HeldParams, OptimizerUpdate
-from paceline.train.pipeline_step import PipelineLossModule, PipelineStep, build_loss_module, require_no_loss_fn
+from paceline.train.pipeline_step import PipelineStep, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
 from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
 from paceline.train.telemetry import Telemetry
 from paceline.train.throughput import ModelFlops, Throughput
 from paceline.train.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from paceline.train.graph_step import GraphedStep
 
 
 @dataclass
@@ -123,10 +126,9 @@ class Engine:
             local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
         )
         unsupported.require_replicated_criterion(task.stateful_loss, config, self.layout.degrees)
-        self._original_names, self._original_hooks = names_of(self.named_parameters()), hooks_of(self.model)
+        self._original_hooks = hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
-        self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
         self.compression = sync_setup.compression_for(config, self.layout.degrees, self.traffic, self.log)
         if self.compression is not None:
@@ -155,31 +157,12 @@ class Engine:
             self._source_optimizer = task.optimizer or build_optimizer(
                 self.model, config.optimizer, config.optimizer.lr
             )
-        self._composition = parallelize.PassContext(
-            config,
-            self.mesh,
-            self.log,
-            convert=partial(policies.prepare_model, precision=config.precision),
-            autocast=partial(policies.forward_context, config.precision),
-            gather_dtype=policies.half_dtype(config.precision),
-            build_step=partial(build_loss_module, stateful_loss=self.task.stateful_loss),
-            comm_hook=self.comm_hook,
-            traffic=self.traffic,
-        )
-        self._subject = parallelize.ModelParts(self.model, config.blocks)
-        self.wrapped = parallelize.parallelize(self._subject, self._composition)
-        if self._subject.runner is not None:
-            self._subject.runner.note_blocks(self._block_names)
-        assert isinstance(self._subject.step, LossModule)
-        self.module = self._subject.step
-        self.module.proportions.warn = self.log.warning
+        context = PassContext(config, self.mesh, self.log, task.stateful_loss, self.comm_hook, self.traffic)
+        self.parts = parallelize(self.model, context)
+        self.module = self.parts.module
         if self.compression is not None:
             sync_setup.begin(self.compression, self.module, config, self.log)
         check_order(self.module, self.mesh, config)
-        partition, rank = self._subject.partition, self.mesh.coords["pipeline"]
-        # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank.
-        self.tied_copies: Mapping[str, str] = {} if partition is None else partition.copies_on(rank)
-        self._aliases: Mapping[str, str] = {} if partition is None else partition.aliases_on(rank)
 
     @property
     def ranks_have_state(self) -> bool:
@@ -195,12 +178,9 @@ class Engine:
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
-    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of the model, and of a criterion that has some."""
-        return [*self.model.named_parameters(), *parameters_of_loss(self.task.stateful_loss)]
-
     def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
-        if untrained := recipe_objects.check_parameters(dict(self.named_parameters()), optimizer):
+        named = [*self.model.named_parameters(), *parameters_of_loss(self.task.stateful_loss)]
+        if untrained := recipe_objects.check_parameters(dict(named), optimizer):
             self.log.warning(recipe_objects.UNTRAINED.format(", ".join(untrained)))
 
     def _build_optimizer(self) -> None:
@@ -211,7 +191,7 @@ class Engine:
         policies.prepare_optimizer(self.optimizer, config.precision)
         if config.channels_last:
             convert_state(self.optimizer)
-        names = names_of(self.named_parameters()) if source is None else self._original_names
+        names = names_of(self.parts.named_parameters()) if source is None else self.parts.names
         if source is None and self.task.stateful_loss is not None:
             self._report_untrained(self.optimizer)
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
@@ -220,11 +200,12 @@ class Engine:
             unsupported.require_separable(self.optimizer, self._registered_facts(), self.log)
         if is_sharded(config, self.layout.degrees):
             facts = self._registered_facts()
-            local_names = {key: self._aliases.get(name, name) for key, name in names.items()}
+            local_names = {key: self.parts.aliases.get(name, name) for key, name in names.items()}
             held = bind(self.optimizer, local_names, self.model, facts)
-            allowed, copies = config.unused_parameters == "allow" or self.world.size == 1, frozenset(self.tied_copies)
+            allowed = config.unused_parameters == "allow" or self.world.size == 1
             may_differ = allowed and self.world.size > 1 and isinstance(self.module, FSDPModule)
             used = track_used(self.module) if may_differ else None
+            copies = frozenset(self.parts.tied_copies)
             self.sharded = HeldParams(self.model, held, self.mesh, copies, allow_unused=allowed, used=used)
         fill_momentum(self.optimizer)
         self.scaler = Scaler(
@@ -253,7 +234,7 @@ class Engine:
         if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
             shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
             self.average = Ema(shards, config.ema.decay, config.ema.warmup)
-        self.draw = noise_context(config, self.model, self._block_names, self.mesh, self.wrapped, self.task.loss_fn)
+        self.draw = noise_context(config, self.parts, self.mesh, self.task.loss_fn)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
         self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
         self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
@@ -268,26 +249,30 @@ class Engine:
             # One rank may block its updates; `stop` relies on the norm, which all ranks know.
             self.hooks.set(Hooks(name="nonfinite", on_losses=self.watch.check_losses))
         user_code = [self.task.criterion, self.task.loss_fn]
-        how = {"eager": not config.compile, "countable": not self.wrapped.slices}
+        how = {"eager": not config.compile, "countable": not self.parts.slices}
         flops = ModelFlops(self.module, self.hooks, self.mesh, self.draw, user_code, **how)
         self.rates = Throughput(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
         if self.scaler.is_enabled():
             self.rates.loss_scale = self.scaler.current
-        if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, DynamicDDP):
+        if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.parts.forward, DynamicDDP):
             busy = self.rates.own_time
             self.hooks.set(Hooks(name="stragglers", before_backward=busy.arrived, after_backward=busy.left))
         if power_iterations := PowerIterations(self.model):
             self.hooks.set(Hooks(name="power_iterations", before_forward=power_iterations.allow))
         self._build_updater()
-        self.graphed = GraphedStep(self.module, self.stepper, self.updater, self.log) if config.graph else None
+        self.graphed: GraphedStep | None = None
+        if config.graph:
+            from paceline.train.graph_step import GraphedStep  # few runs need it
+
+            self.graphed = GraphedStep(self.module, self.stepper, self.updater, self.log)
 
     def _choose_step(self) -> TrainStep:
-        config, forward = self.config, self.wrapped.forward
+        config, forward = self.config, self.parts.forward
         pipeline = self.module if isinstance(self.module, PipelineLossModule) else None
         shared: dict[str, Any] = {"scaler": self.scaler, "local_steps": self.local_steps, "traffic": self.traffic}
         shared |= {"finds_total": config.fixed_order, "splits": pipeline is not None}
         weights = LossWeights(self.module, self.mesh, self.hooks, forward, **shared)
-        parts = self.wrapped, weights, self.draw, self.hooks
+        parts = self.parts, weights, self.draw, self.hooks
         if pipeline is not None:
             return PipelineStep(config.pipeline, self.log.info, self.scaler, pipeline, *parts)
         return SlicedStep(self.mesh, self.module, *parts) if config.fixed_order else TrainStep(self.module, *parts)
@@ -306,10 +291,10 @@ class Engine:
             sharded=self.sharded,
         )
         self.updater.local_steps = self.local_steps
-        if isinstance(self.wrapped.forward, DynamicDDP):
-            self.wrapped.forward.warm_up = self._warm_up
+        if isinstance(self.parts.forward, DynamicDDP):
+            self.parts.forward.warm_up = self._warm_up
             if config.unused_parameters == "error" and not config.ddp.static_graph:
-                self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.wrapped.forward)
+                self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.parts.forward)
         if self.world.size > 1 or self.sharded is not None:
             self.defer_hooks()
             foreign_steps.refuse_foreign_steps(self.optimizer, self.updater)
@@ -331,9 +316,7 @@ class Engine:
             self.updater.gradient_hooks.defer()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        cast = policies.input_cast(self.config.precision)
-        change = input_change(cast, channels_last=self.config.channels_last)
-        return to_device(micros, self.world.device, change)
+        return to_device(micros, self.world.device, self.parts.inputs)
 
     def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Move micro-batches to the device. The first one determines how the model is called."""
@@ -380,7 +363,7 @@ class Engine:
                 "them lr 0 until they are trained",
             )
         self._report_untrained(self.optimizer)
-        names = names_of(self.named_parameters())
+        names = names_of(self.parts.named_parameters())
         self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
@@ -391,7 +374,6 @@ class Engine:
         """Change activation checkpointing of the wrapped model."""
         config = Config.from_dict({**self.config.to_dict(), "recompute": kind})
         require_allowed(config, self.layout)
-        self._composition = replace(self._composition, config=config)
         with self.draw.uninstalled():
-            parallelize.change_recompute(self._subject, self._composition)
+            change_recompute(self.parts, config, self.log)
         self.config = config

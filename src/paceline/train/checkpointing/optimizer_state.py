@@ -32,8 +32,8 @@ class OptimizerState(ShardedStateful):
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
         self._require_parameters()
-        copies = engine.tied_copies
-        for name, parameter in engine.named_parameters():
+        copies = engine.parts.tied_copies
+        for name, parameter in engine.parts.named_parameters():
             if name not in copies:
                 self._add_state_of(name, parameter, state)
         groups, tensors = [], dict[str, Tensor]()
@@ -79,9 +79,9 @@ class OptimizerState(ShardedStateful):
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         manifest = checkpoint.manifest
         self._require_same_optimizer(checkpoint)
-        copies, saved = self._engine.tied_copies, _paths_by_parameter(manifest.tensors)
+        copies, saved = self._engine.parts.tied_copies, _paths_by_parameter(manifest.tensors)
         targets = targets_below(manifest, "optimizer-groups")
-        for name, parameter in self._engine.named_parameters():
+        for name, parameter in self._engine.parts.named_parameters():
             for path in saved.get(copies.get(name, name), {}).values():
                 shape = torch.Size(manifest.tensors[path].shape)
                 targets[path] = parameter if shape == parameter.shape else torch.empty(shape, device="meta")
@@ -96,7 +96,7 @@ class OptimizerState(ShardedStateful):
             raise CheckpointError("other-optimizer", what, fix=fix)
         names = [group["names"] for group in saved["groups"]]
         # An optimizer may hold frozen parameters, of which the checkpoint of one without them knows nothing.
-        absent = {name for name, p in self._engine.named_parameters() if not p.requires_grad}.difference(*names)
+        absent = {name for name, p in self._engine.parts.named_parameters() if not p.requires_grad}.difference(*names)
         if names != [[name for name in group if name not in absent] for group in self._engine.optimizer_names]:
             what = f"The parameter groups in checkpoint {where} differ from those of the optimizer."
             raise CheckpointError("other-optimizer", what, fix=fix)
@@ -105,8 +105,8 @@ class OptimizerState(ShardedStateful):
         optimizer = self._engine.optimizer
         self._engine.updater.forget_state()
         optimizer.state.clear()  # in place, because it may be shared
-        copies, saved = self._engine.tied_copies, _paths_by_parameter(tensors)
-        for name, parameter in self._engine.named_parameters():
+        copies, saved = self._engine.parts.tied_copies, _paths_by_parameter(tensors)
+        for name, parameter in self._engine.parts.named_parameters():
             own = copies.get(name, name)
             for key, path in saved.get(own, {}).items():
                 weight = f"model/{own}"
