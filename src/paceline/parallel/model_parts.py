@@ -33,6 +33,7 @@ class PassContext:
     mesh: Mesh
     log: Log
     stateful_loss: nn.Module | None = None  # a criterion with parameters or buffers
+    partition: StagePartition | None = None  # of a pipeline
     comm_hook: CommHook | None = None  # reduces the gradients of DDP
     traffic: Traffic | None = None  # counts the bytes that are sent in a step; None: they are not counted
 
@@ -50,8 +51,7 @@ class ModelParts:
     # its way to the model. Passes add to them.
     forward_contexts: list[Callable[[], ForwardContext | None]] = field(default_factory=list)
     inputs: list[Change] = field(default_factory=list)
-    partition: StagePartition | None = None  # with a pipeline axis
-    runner: PipelineRunner | None = None
+    runner: PipelineRunner | None = None  # with a pipeline axis
     # Names of tied parameters that this rank holds a copy of → names of the originals, on another rank; and all names
     # of tied parameters → those on this rank.
     tied_copies: Mapping[str, str] = field(default_factory=dict)

@@ -77,8 +77,8 @@ def _apply(target: Literal["model", "step"], parts: ModelParts, context: PassCon
 def _build_loss_module(parts: ModelParts, context: PassContext) -> LossModule:
     contexts = [made for make in parts.forward_contexts if (made := make()) is not None]
     around = MultiContext(contexts) if len(contexts) > 1 else next(iter(contexts), None)
-    if parts.partition is not None:
-        return build_pipeline(parts, parts.partition, context, around)
+    if context.partition is not None:
+        return build_pipeline(parts, context.partition, context, around)
     return LossModule(parts.model, around, context.stateful_loss)
 
 

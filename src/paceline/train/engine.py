@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,107 +16,61 @@ from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
-from paceline.log import rank_log
 from paceline.models.loss_module import parameters_of_loss
-from paceline.models.model_call import infer_call, stateful
+from paceline.models.model_call import infer_call
 from paceline.models.weights import PowerIterations, convert_state
 from paceline.optim.ema import Ema
 from paceline.optim.optimizers import build_optimizer, fill_momentum
-from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import track_used
 from paceline.parallel.model_parts import PassContext
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.parallelize import change_recompute, parallelize
 from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
-from paceline.parallel.pipeline.stage_partition import partition_model
+from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.shards import local_shard
-from paceline.parallel.split import devices_of
-from paceline.parallel.tensor.apply import check_plan
-from paceline.plan.layout import AXIS_NAMES, derive_layout
+from paceline.plan.layout import AXIS_NAMES
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import is_sharded, require_allowed, uses_local_steps
 from paceline.precision import policies
 from paceline.precision.policies import Scaler
-from paceline.runtime import collectives, consistency, process_group
+from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
-from paceline.train import recipe_objects, resolve_layout, standstill, sync_setup
+from paceline.train import recipe_objects, sync_setup
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.checks import foreign_steps, preflight, same_model, unsupported, wrapped_model
+from paceline.train.checks import foreign_steps, preflight, unsupported, wrapped_model
 from paceline.train.checks.collective_order import check_order
 from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
+from paceline.train.checks.layout_checks import check_layout
 from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
 from paceline.train.optimizer_update import HeldParams, OptimizerUpdate
-from paceline.train.pipeline_step import PipelineStep, require_no_loss_fn
+from paceline.train.pipeline_step import PipelineStep
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
 from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
-from paceline.train.telemetry import Telemetry
+from paceline.train.telemetry import join
 from paceline.train.throughput import ModelFlops, Throughput
 from paceline.train.train_step import TrainStep
+from paceline.train.trainer_kwargs import DeviceLike, UserObjects
 
 if TYPE_CHECKING:
     from paceline.train.graph_step import GraphedStep
-
-
-@dataclass
-class UserObjects:
-    """Objects that the user passes to the Trainer besides the model."""
-
-    optimizer: torch.optim.Optimizer | None = None
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    criterion: Callable[..., Any] | None = None
-    scheduler: Any = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    comm_hook: CommHook | None = None
-    notes: Sequence[str] = ()  # about the recipe, for the log
-
-    @property
-    def stateful_loss(self) -> nn.Module | None:
-        return stateful(self.criterion, self.loss_fn)
-
-
-DeviceLike = str | int | torch.device | None
 
 
 class Engine:
     """The model, its optimizer and the training step on this rank."""
 
     def __init__(self, config: Config, model: nn.Module, task: UserObjects, device: DeviceLike) -> None:
-        self.config, self.task = config, task
-        if config.strategy == "split":  # batches and losses are on its first device
-            device = devices_of(config.split)[0]
-        self.telemetry = Telemetry()
-        self.world = process_group.init_world(
-            device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
-        )
-        self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
-        for note in task.notes:
-            self.log.info(note)
-        standstill.watch(self.world.size, self.telemetry.heartbeat)
-        self.telemetry.joined(self.world)
-        self.log.on_warning = self.telemetry.warned
+        self.task = task
+        self.world, self.telemetry, self.log = join(config, task.notes, device)
         self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)
         self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
-        unsupported.require_initialized(self.model)
-        plan = derive_layout(config, self.world.size, self.world.rank_info.nodes)
-        require_allowed(config, plan)
-        if plan.degrees.tensor > 1:
-            check_plan(self.model, config.tensor, plan.degrees.tensor)
-        if plan.degrees.pipeline > 1:
-            partition_model(self.model, config.pipeline, plan.degrees.pipeline)
-        hook_name = {} if self.comm_hook is None else {"comm_hook": self.comm_hook.name}
-        consistency.require_same_recipe(collectives.all_gather_object({**config.to_dict(), **hook_name}))
-        same_model.require_same_model(self.model, task.optimizer, task.criterion)
-        self.layout = resolve_layout.resolve(plan, config, self.model, self.world, task.optimizer)
-        unsupported.require_supported(self.model, config, self.layout.degrees)
-        if self.comm_hook is not None:
-            wrapped_model.require_ddp(self.comm_hook, config, self.layout.degrees, self.log)
+        checked = check_layout(config, self.model, task, self.comm_hook, self.world, self.log)
+        self.layout, partition = checked
         recipe_objects.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(
             self.layout.degrees,
@@ -125,7 +78,6 @@ class Engine:
             always=config.fsdp.offload,
             local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
         )
-        unsupported.require_replicated_criterion(task.stateful_loss, config, self.layout.degrees)
         self._original_hooks = hooks_of(self.model)
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
@@ -133,7 +85,7 @@ class Engine:
         self.compression = sync_setup.compression_for(config, self.layout.degrees, self.traffic, self.log)
         if self.compression is not None:
             self.comm_hook = sync_setup.hook_for(self.compression, config)
-        self._compose()
+        self._compose(partition)
         self._build_optimizer()
         self._build_step()
         setup = (self.model, self.optimizer, task.scheduler, task.loss_fn or task.criterion)
@@ -144,7 +96,7 @@ class Engine:
         self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.checked = self._warned = False
 
-    def _compose(self) -> None:
+    def _compose(self, partition: StagePartition | None) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
         config, task = self.config, self.task
         if isinstance(task.criterion, nn.Module):
@@ -152,12 +104,11 @@ class Engine:
             task.criterion.to(self.world.device)
         self._source_optimizer = task.optimizer
         if self.mesh.degrees.pipeline > 1:
-            require_no_loss_fn(task.loss_fn)
             # Parameter groups are formed from the full model, before this rank keeps only its stages.
             self._source_optimizer = task.optimizer or build_optimizer(
                 self.model, config.optimizer, config.optimizer.lr
             )
-        context = PassContext(config, self.mesh, self.log, task.stateful_loss, self.comm_hook, self.traffic)
+        context = PassContext(config, self.mesh, self.log, task.stateful_loss, partition, self.comm_hook, self.traffic)
         self.parts = parallelize(self.model, context)
         self.module = self.parts.module
         if self.compression is not None:

@@ -30,16 +30,6 @@ from paceline.train.loss_weights import Weight
 from paceline.train.train_step import TrainStep
 
 
-def require_no_loss_fn(loss_fn: Callable[[Any, Any], Any] | None) -> None:
-    if loss_fn is not None:
-        raise LayoutError(
-            "pipeline-and-loss-fn",
-            "loss_fn(model, batch) is not supported by a pipeline.",
-            why="no rank holds the full model; the last stage computes the loss from the outputs",
-            fix="pass criterion=… for (input, target) batches, or use a model whose PipelineSpec names its loss",
-        )
-
-
 class PipelineStep(TrainStep):
     """A TrainStep that splits its micro-batches further and runs them through the stages by a schedule."""
 

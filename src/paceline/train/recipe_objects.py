@@ -32,8 +32,6 @@ from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
-from paceline.parallel.pipeline.stage_partition import partition_model
-from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.batch import derive_batch
 from paceline.plan.layout import Derived, derive_layout
 from paceline.plan.memory import MachineFacts
@@ -52,8 +50,7 @@ from paceline.runtime.device import choose_device, memory_of
 from paceline.runtime.process_group import World
 from paceline.runtime.processes import call_in_child
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
-from paceline.train import resolve_layout
-from paceline.train.checks import run_setup
+from paceline.train.checks import layout_checks, run_setup
 from paceline.train.recorder import Sinks
 from paceline.user_code import is_own
 
@@ -197,10 +194,7 @@ def _check(config: Config, ranks: int) -> None:
     require_allowed(config, plan)
     derive_batch(config, plan)
     meta_model = _build_checked(config)
-    if plan.degrees.tensor > 1:
-        check_plan(meta_model, config.tensor, plan.degrees.tensor)
-    if plan.degrees.pipeline > 1:
-        partition_model(meta_model, config.pipeline, plan.degrees.pipeline)
+    layout_checks.check_plan_of(config, meta_model, plan)
     device = choose_device(config.device, environment.RankInfo())
     if config.fsdp.offload:
         require_gpu(device)
@@ -208,7 +202,7 @@ def _check(config: Config, ranks: int) -> None:
         require_compiler(device)
     if device.type == "cpu":  # querying a GPU would initialize CUDA, and ranks could no longer be forked
         machine = MachineFacts(ranks, nodes=1, memory=memory_of(device, ranks))
-        resolve_layout.resolve_on(plan, config, meta_model, machine)
+        layout_checks.resolve_on(plan, config, meta_model, machine)
     if config.train.epochs is None and config.train.max_steps is None:
         derive_schedule(config, 1, None, None, None)
 

@@ -36,7 +36,7 @@ from paceline.train.checks import nonfinite, preflight
 from paceline.train.checks.wrapped_model import check_comm_hook
 from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
-from paceline.train.engine import DeviceLike, Engine, UserObjects
+from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.loaders import Loaders
 from paceline.train.loop import StepActions
@@ -46,7 +46,15 @@ from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import Interrupted, RankPoll, Signals
 from paceline.train.recipe_objects import MetricsLike, build_metrics, drop_inherited_options, split_metrics
 from paceline.train.recorder import Recorder, Sinks
-from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
+from paceline.train.trainer_kwargs import (
+    DeviceLike,
+    MethodHints,
+    TrainerKwargs,
+    UserObjects,
+    check_arguments,
+    document_settings,
+    hinted,
+)
 from paceline.train.trainer_methods import TrainerMethods, WeightsView
 
 

@@ -251,17 +251,16 @@ class AbsentLayer(nn.Module):
 
 
 def apply_pipeline(parts: ModelParts, context: PassContext) -> str:
-    """Partition the model and remove the stages of other ranks."""
-    model, config, mesh = parts.model, context.config, context.mesh
-    rank, partition = mesh.coords["pipeline"], partition_model(model, config.pipeline, mesh.degrees.pipeline)
+    """Remove the stages of other ranks."""
+    model, mesh, partition, rank = parts.model, context.mesh, context.partition, context.mesh.coords["pipeline"]
+    assert partition is not None
     blocks = [name for name, _ in find_blocks(model, parts.blocks)]
     remove_other_stages(model, partition, rank)
     here = {name for name, module in model.named_modules() if not isinstance(module, AbsentLayer)}
     # Blocks must be found before: on this rank, the list of layers may have a single member left.
     parts.blocks = [name for name in blocks if name in here] if blocks else None
-    parts.partition = partition
     parts.tied_copies, parts.aliases = partition.copies_on(rank), partition.aliases_on(rank)
-    if not is_meta(model) and mesh.data_ranks == mesh.local_replicas and not config.fsdp.offload:
+    if not is_meta(model) and mesh.data_ranks == mesh.local_replicas and not context.config.fsdp.offload:
         model.to(mesh.device)  # otherwise FSDP moves it, block by block
     return f"pipeline: {len(partition.stages)} stages, layers: {partition}"
 

@@ -29,7 +29,6 @@ from paceline.models.spec import plan_of, spec_of, styles_of_modules
 from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.parallel.shards import shard_of, tied_parameters
 from paceline.parallel.tensor.layers import gather_from_group, parallelize_layer
-from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 
 _SHARD_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}  # of a weight
