@@ -112,7 +112,7 @@ class CustomLoop:
         engine, parameters = self.engine, list(self.engine.module.parameters())
         self._gradients = GradientInspector(parameters, engine.updater.discard_gradients, engine.log)
         # Otherwise accumulated gradients may be elsewhere than in `.grad`.
-        self._keeps_gradients = engine.sharded is None and engine.parts.runner is None
+        self._keeps_gradients = engine.bound.held is None and engine.parts.runner is None
 
     def expect(self, micro: MicroBatch, loader: Loader, groups: int) -> None:
         """Announce the next batch, which comes from `loader`."""

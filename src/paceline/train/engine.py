@@ -7,31 +7,25 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from paceline.config.components import OPTIMIZERS, PRECISIONS, OptimizerFacts
+from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.data.prefetch import to_device
-from paceline.errors import TrainError
 from paceline.models.loss_module import parameters_of_loss
 from paceline.models.model_call import infer_call
-from paceline.models.weights import PowerIterations, convert_state
+from paceline.models.weights import PowerIterations
 from paceline.optim.ema import Ema
-from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel.dynamic_ddp import DynamicDDP
-from paceline.parallel.fsdp import track_used
 from paceline.parallel.model_parts import PassContext
-from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.parallelize import change_recompute, parallelize
 from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.shards import local_shard
 from paceline.plan.layout import AXIS_NAMES
 from paceline.plan.network_model import Traffic
-from paceline.plan.passes import is_sharded, require_allowed, uses_local_steps
+from paceline.plan.passes import require_allowed, uses_local_steps
 from paceline.precision import policies
 from paceline.precision.policies import Scaler
 from paceline.runtime import collectives
@@ -45,9 +39,10 @@ from paceline.train.checks.layout_checks import check_layout
 from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
+from paceline.train.held_params import bind_optimizer, optimizer_of_stages
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
-from paceline.train.optimizer_update import HeldParams, OptimizerUpdate
+from paceline.train.optimizer_update import OptimizerUpdate
 from paceline.train.pipeline_step import PipelineStep
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
@@ -80,16 +75,16 @@ class Engine:
         )
         self._original_hooks = hooks_of(self.model)
         if task.optimizer is not None:
-            self._report_untrained(task.optimizer)
+            named = [*self.model.named_parameters(), *parameters_of_loss(task.stateful_loss)]
+            unsupported.check_parameters(named, task.optimizer, self.log)
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
         self.compression = sync_setup.compression_for(config, self.layout.degrees, self.traffic, self.log)
         if self.compression is not None:
             self.comm_hook = sync_setup.hook_for(self.compression, config)
         self._compose(partition)
-        self._build_optimizer()
         self._build_step()
-        setup = (self.model, self.optimizer, task.scheduler, task.loss_fn or task.criterion)
-        self.setup = RunSetup(*setup, owns_optimizer=self.owns_optimizer)
+        setup = (self.model, self.bound.optimizer, task.scheduler, task.loss_fn or task.criterion)
+        self.setup = RunSetup(*setup, owns_optimizer=not self.bound.is_users)
         self.seed_drawing(0)
         self.position = TrainProgress()
         checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
@@ -102,18 +97,16 @@ class Engine:
         if isinstance(task.criterion, nn.Module):
             policies.prepare_model(task.criterion, config.precision)
             task.criterion.to(self.world.device)
-        self._source_optimizer = task.optimizer
-        if self.mesh.degrees.pipeline > 1:
-            # Parameter groups are formed from the full model, before this rank keeps only its stages.
-            self._source_optimizer = task.optimizer or build_optimizer(
-                self.model, config.optimizer, config.optimizer.lr
-            )
+        given = task.optimizer or optimizer_of_stages(config, self.model, self.mesh.degrees)
         context = PassContext(config, self.mesh, self.log, task.stateful_loss, partition, self.comm_hook, self.traffic)
         self.parts = parallelize(self.model, context)
         self.module = self.parts.module
         if self.compression is not None:
             sync_setup.begin(self.compression, self.module, config, self.log)
         check_order(self.module, self.mesh, config)
+        is_users = task.optimizer is not None
+        self.bound = bind_optimizer(self.parts, given, config, self.mesh, self.log, is_users=is_users)
+        self._build_scaler()
 
     @property
     def ranks_have_state(self) -> bool:
@@ -129,53 +122,22 @@ class Engine:
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
-    def _report_untrained(self, optimizer: torch.optim.Optimizer) -> None:
-        named = [*self.model.named_parameters(), *parameters_of_loss(self.task.stateful_loss)]
-        if untrained := recipe_objects.check_parameters(dict(named), optimizer):
-            self.log.warning(recipe_objects.UNTRAINED.format(", ".join(untrained)))
-
-    def _build_optimizer(self) -> None:
-        """Called after the layout is applied: the optimizer holds the parameters of this rank."""
-        config, source = self.config, self._source_optimizer
-        self.owns_optimizer = self.task.optimizer is None
-        self.optimizer = source or build_optimizer(self.model, config.optimizer, config.optimizer.lr)
-        policies.prepare_optimizer(self.optimizer, config.precision)
-        if config.channels_last:
-            convert_state(self.optimizer)
-        names = names_of(self.parts.named_parameters()) if source is None else self.parts.names
-        if source is None and self.task.stateful_loss is not None:
-            self._report_untrained(self.optimizer)
-        self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        self.sharded: HeldParams | None = None
-        if self.mesh.degrees.pipeline > 1:
-            unsupported.require_separable(self.optimizer, self._registered_facts(), self.log)
-        if is_sharded(config, self.layout.degrees):
-            facts = self._registered_facts()
-            local_names = {key: self.parts.aliases.get(name, name) for key, name in names.items()}
-            held = bind(self.optimizer, local_names, self.model, facts)
-            allowed = config.unused_parameters == "allow" or self.world.size == 1
-            may_differ = allowed and self.world.size > 1 and isinstance(self.module, FSDPModule)
-            used = track_used(self.module) if may_differ else None
-            copies = frozenset(self.parts.tied_copies)
-            self.sharded = HeldParams(self.model, held, self.mesh, copies, allow_unused=allowed, used=used)
-        fill_momentum(self.optimizer)
+    def _build_scaler(self) -> None:
+        config = self.config
         self.scaler = Scaler(
             self.world.device,
             config.scaler,
             enabled=PRECISIONS.facts(config.precision).loss_scaling,
             reduce_max=None
-            if self.sharded is None
+            if self.bound.held is None
             else partial(collectives.all_reduce, op="max", group=self.mesh.step_group),
         )
         if self.compression is not None and self.scaler.is_enabled():
             self.compression.scale = self.scaler.current
 
-    def _registered_facts(self) -> OptimizerFacts | None:
-        return OPTIMIZERS.facts(self.config.optimizer.name) if self.owns_optimizer else None
-
     def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
         """Called before the first batch after DDP was rebuilt for other parameters."""
-        self._report_untrained(self.optimizer)
+        unsupported.check_parameters(self.parts.named_parameters(), self.bound.optimizer, self.log)
         if self.checked:
             preflight.warm_up(self.model, forward, batch, self.draw, [self.task.criterion, self.task.loss_fn])
 
@@ -187,7 +149,9 @@ class Engine:
             self.average = Ema(shards, config.ema.decay, config.ema.warmup)
         self.draw = noise_context(config, self.parts, self.mesh, self.task.loss_fn)
         watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
-        self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
+        self.watch = (
+            NonfiniteGuard(self.bound.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
+        )
         self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
         self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
         self.replica_average = (
@@ -231,7 +195,7 @@ class Engine:
     def _build_updater(self) -> None:
         config = self.config
         self.updater = OptimizerUpdate(
-            self.optimizer,
+            self.bound.optimizer,
             self.module,
             scaler=self.scaler,
             average=self.average,
@@ -239,17 +203,17 @@ class Engine:
             clip_value=config.clip_value,
             nonfinite=config.nonfinite,
             watch=self.watch,
-            sharded=self.sharded,
+            sharded=self.bound.held,
         )
         self.updater.local_steps = self.local_steps
         if isinstance(self.parts.forward, DynamicDDP):
             self.parts.forward.warm_up = self._warm_up
             if config.unused_parameters == "error" and not config.ddp.static_graph:
                 self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.parts.forward)
-        if self.world.size > 1 or self.sharded is not None:
+        if self.world.size > 1 or self.bound.held is not None:
             self.defer_hooks()
-            foreign_steps.refuse_foreign_steps(self.optimizer, self.updater)
-        if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.optimizer):
+            foreign_steps.refuse_foreign_steps(self.bound.optimizer, self.updater)
+        if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.bound.optimizer):
             self.log.info(
                 f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
             )
@@ -293,9 +257,10 @@ class Engine:
 
     def follow_optimizer(self) -> None:
         """Take over parameter groups that were added to the optimizer, and learning rates that have no effect."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self.optimizer_names):
-            self._adopt_groups()
+        groups = self.bound.optimizer.param_groups
+        if len(groups) != len(self.bound.names):
+            self.bound.adopt_groups(self.parts, self.log)
+            self.updater.refresh_parameters()
         updater = self.updater
         if updater.learning_rate is not None and updater.lr and groups[0]["lr"] != updater.lr and not self._warned:
             self._warned = True
@@ -303,23 +268,6 @@ class Engine:
                 f"the learning rate was set to {groups[0]['lr']:g} during training, but the schedule "
                 f"({self.config.schedule.name}) sets it before every step: remove the schedule to set it yourself"
             )
-
-    def _adopt_groups(self) -> None:
-        if self.sharded is not None:
-            raise TrainError(
-                "param-group-added",
-                f"{type(self.optimizer).__name__}.add_param_group() was called after the Trainer was created.",
-                why="the optimizer holds the shards of the parameters it had then",
-                fix="create the optimizer with all its groups: freeze parameters with requires_grad_(False), or give "
-                "them lr 0 until they are trained",
-            )
-        self._report_untrained(self.optimizer)
-        names = names_of(self.parts.named_parameters())
-        self.optimizer_names = [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        fill_momentum(self.optimizer)
-        self.updater.refresh_parameters()
 
     def recompute(self, kind: str) -> None:
         """Change activation checkpointing of the wrapped model."""

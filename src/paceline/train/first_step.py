@@ -389,7 +389,7 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
                 f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
             )
 
-    hook = engine.optimizer.register_step_pre_hook(check)
+    hook = engine.bound.optimizer.register_step_pre_hook(check)
     if groups > 1:
         watch = BackwardInspector(engine.model)
         engine.stepper.weigh(several=True)

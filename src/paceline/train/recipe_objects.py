@@ -28,7 +28,6 @@ from paceline.models.spec import declared_spec
 from paceline.models.zoo import MODELS, find_model, get_model
 from paceline.monitor import rank_stats
 from paceline.monitor.loggers import open_loggers
-from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
@@ -57,11 +56,6 @@ from paceline.user_code import is_own
 _DATA = 1  # the number of a random stream; the model has 0
 REGISTRIES: dict[str, Registry[Any, Any]] = {"model": MODELS, "data": DATASETS}
 MetricsLike = Mapping[str, Any] | Sequence[str] | str | None
-UNTRAINED = (
-    "optimizer: these trainable parameters are not updated: {}; create the optimizer after requires_grad_(True), or "
-    "freeze them with requires_grad_(False)"
-)
-_SHOWN = 8
 
 
 def import_component(config: Config, key: str) -> None:
@@ -231,24 +225,6 @@ def _require_section(section: NamedSection | None, key: str, example: str) -> Na
     return section
 
 
-def check_parameters(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
-    trainable = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for parameter, name in trainable.items() if parameter not in held]
-    foreign = held - {id(parameter) for parameter in named.values()}
-    if foreign:
-        raise TrainError(
-            "other-parameters",
-            f"The optimizer holds {len(foreign)} parameters that do not belong to the model, and lacks "
-            f"{', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}.",
-            why="only parameters of the model, and of an nn.Module as criterion, are synchronized and saved",
-            fix="create the optimizer from the parameters() of the model that is passed to the Trainer, after layers "
-            "are replaced; put a head that is outside the model, or a loss with parameters, into one nn.Module with it",
-        )
-    return missing
-
-
 def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Callable[[], None]) -> Sinks:
     """Open the files and loggers for this rank's records. `recreate` is called if the folder disappears."""
     if run is None:
@@ -260,8 +236,12 @@ def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Ca
     return Sinks(JsonlWriter(run.metrics, recreate), events, loggers, JsonlWriter(run.media, recreate))
 
 
-def open_profiler(config: Config, run: RunFolder | None, world: World) -> Profiler | None:
-    return None if config.profile is None else Profiler(config.profile, run, world.rank_info.rank)
+def open_profiler(config: Config, run: RunFolder | None, world: World) -> Any:
+    if config.profile is None:
+        return None
+    from paceline.monitor.profiler import Profiler  # few runs need it
+
+    return Profiler(config.profile, run, world.rank_info.rank)
 
 
 def tokens_per_sample(batch: Any) -> int | None:

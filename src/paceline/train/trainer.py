@@ -181,9 +181,9 @@ class Trainer(TrainerMethods, MethodHints):
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model = engine.world, engine.model
-        self.optimizer, self.scaler = engine.optimizer, engine.scaler
+        self.optimizer, self.scaler = engine.bound.optimizer, engine.scaler
         engine.updater.on_gradients = gradient_hook(self._callbacks, engine)
-        self._rates = LearningRate(config, engine.updater, task.scheduler, owns_optimizer=engine.owns_optimizer)
+        self._rates = LearningRate(config, engine.updater, task.scheduler, owns_optimizer=not engine.bound.is_users)
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
         about = (engine.world, engine.log, engine.model, engine.position)
         self._run = run_handle.open(config, *about, engine.telemetry.opened)

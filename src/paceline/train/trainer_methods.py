@@ -71,7 +71,7 @@ class WeightsView:
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
 
     def _full(self) -> dict[str, Tensor]:
-        if self._engine.sharded is None:
+        if self._engine.bound.held is None:
             return self._engine.model.state_dict()
         return gather_full_tensors(self._engine.model.state_dict(keep_vars=True), self._engine.mesh)
 
