@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.diagnose.evidence import ProcessState, StackFrame
+from paceline.diagnose.hang.evidence import ProcessState, StackFrame
 from paceline.run import regular_files
 
 _SECONDS = 5.0  # py-spy takes 20 ms of a core per process; on a machine under load, ten times as long

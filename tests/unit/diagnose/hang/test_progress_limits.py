@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.diagnose.progress_limits import NoProgress, Observation, ProgressLimits
+from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
 
 POLL = 0.25
 
