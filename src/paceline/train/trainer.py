@@ -395,7 +395,6 @@ class Trainer(TrainerMethods, MethodHints):
 
     def _get_custom_loop(self) -> CustomLoop:
         if self._custom_loop is None:
-            on_nonfinite = partial(self._nonfinite, may_stop=False)
             shared = (self._engine, self._run, self._saver, self._rates, self._loaders, self._callbacks)
-            self._custom_loop = open_custom_loop(*shared, on_nonfinite)
+            self._custom_loop = open_custom_loop(*shared, partial(self._nonfinite, may_stop=False))
         return self._custom_loop

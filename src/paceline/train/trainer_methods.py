@@ -1,8 +1,5 @@
 """The methods of the Trainer beside training: weights and checkpoints (`checkpointing/` has the code behind them),
 evaluation, predictions, and what callbacks and losses call.
-
-If replicas train apart (`sync: {every: …}`), the weights that the Trainer shows are means over replicas, and whatever
-needs them is collective.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def _no_average() -> NoReturn:
     raise TrainError("no-ema", "No averaged weights: ema is not set.", fix="set Trainer(…, ema=0.999), or ema: 0.999")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightsView:
     """The functions of this record are what a feature may replace."""
 
@@ -64,8 +64,8 @@ class WeightsView:
 
 
 def weights_view(engine: Engine) -> WeightsView:
-    is_sharded, replicas = engine.sharded is not None, engine.replica_average
-    view = WeightsView(model=engine.model, mesh=engine.mesh, is_sharded=is_sharded, entries=engine.model.state_dict)
+    replicas = engine.replica_average
+    view = WeightsView(engine.model, engine.mesh, engine.sharded is not None, engine.model.state_dict)
     if replicas is not None:
         view = replace(view, swapped=replicas.swapped)
     return view if engine.average is None else replace(view, averaged=partial(_averaged, engine.average, replicas))
