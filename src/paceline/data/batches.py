@@ -1,4 +1,4 @@
-"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim.
+"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim; and their way to the device.
 
 A list inside a batch may also have one item per sample, as detection models expect: ([image, …], [{"boxes": …}, …]).
 """
@@ -6,8 +6,8 @@ A list inside a batch may also have one item per sample, as detection models exp
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -15,15 +15,20 @@ import torch
 
 from paceline.errors import DataError
 
+if TYPE_CHECKING:
+    from paceline.data.loader import MicroBatch
+
 _SHOWN = 8
 _SKETCHED = 64  # values, or characters
-
-
 _LARGE = 1 << 18  # elements; larger tensors are no masks, and take time
+# Bytes of a tensor that are copied on the compute stream: CUDA takes up to 64 KiB at once, even from pageable memory,
+# and switching streams takes longer than such a copy.
+_ON_COMPUTE_STREAM = 1 << 16
 _ORDERED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 # What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a
 # list of samples.
 Kind = Literal["parts", "lists", "items"]
+Changes = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -250,3 +255,67 @@ def _like(batch: Any, values: Any) -> Any:
             same_kind[key] = value
         return same_kind
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def to_device(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
+    """Each micro-batch on `device`, with `changes` applied to its tensors, one after the other. Large ones are copied
+    to a GPU one step ahead, on a side stream, to overlap copies with compute."""
+    if device.type == "cuda":
+        return _prefetched(micros, device, changes)
+    if device.type == "cpu" and not changes:
+        return micros  # already there
+    return _moved(micros, device, changes)
+
+
+def _moved(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
+    for micro in micros:
+        micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), changes))
+        yield micro
+
+
+def _changed(tensor: torch.Tensor, changes: Changes) -> torch.Tensor:
+    for change in changes:
+        tensor = change(tensor)
+    return tensor
+
+
+def _prefetched(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
+    side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    copied: list[torch.Tensor] = []  # of one micro-batch, on the side stream
+    ahead: tuple[MicroBatch, list[torch.Tensor], torch.cuda.Event] | None = None
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device or tensor.nbytes <= _ON_COMPUTE_STREAM:
+            return _changed(tensor.to(device, non_blocking=True), changes)
+        with torch.cuda.stream(side):
+            copied.append(_changed(tensor.to(device, non_blocking=True), changes))
+        return copied[-1]
+
+    for micro in micros:
+        copied = []
+        if changes or not _is_flat_on(device, micro.batch):
+            micro.batch = apply(micro.batch, put)
+        done = side.record_event() if copied else None
+        if ahead is not None:
+            yield _arrived(*ahead, compute)
+        ahead = None if done is None else (micro, copied, done)
+        if ahead is None:
+            yield micro
+    if ahead is not None:
+        yield _arrived(*ahead, compute)
+
+
+def _is_flat_on(device: torch.device, batch: Any) -> bool:
+    """Whether this is a tuple or list of tensors on the device."""
+    parts = batch if type(batch) in (tuple, list) else ()
+    return {part.device if type(part) is torch.Tensor else None for part in parts} == {device}
+
+
+def _arrived(
+    micro: MicroBatch, copied: list[torch.Tensor], done: torch.cuda.Event, compute: torch.cuda.Stream
+) -> MicroBatch:
+    """Make the compute stream wait for this copy only, and record its use of the memory for the allocator."""
+    compute.wait_event(done)
+    for tensor in copied:
+        tensor.record_stream(compute)
+    return micro

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
+from paceline.data.batches import to_device
 from paceline.data.loader import MicroBatch
-from paceline.data.prefetch import to_device
 from paceline.models.loss_module import parameters_of_loss
 from paceline.models.model_call import infer_call
 from paceline.models.weights import PowerIterations
