@@ -23,10 +23,10 @@ from paceline.parallel import (
     dynamic_ddp,
     fsdp,
     meta_init,
-    placement,
     recompute,
     split,
     sync_batchnorm,
+    weight_passes,
 )
 from paceline.parallel.pipeline import stage_partition
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
@@ -70,7 +70,7 @@ if not ALL:  # each of their passes is in another layout
 # The functions that do the work of a pass, in the modules whose passes call them.
 WORK = [
     (split, "split", "split"),
-    (placement, "broadcast_weights", "broadcast"),
+    (weight_passes, "broadcast_weights", "broadcast"),
     (stage_partition, "remove_other_stages", "pipeline"),
     (sync_batchnorm, "convert_sync_batchnorm", "sync_batchnorm"),
     (tensor, "_shard_parameters", "tensor"),

@@ -24,11 +24,11 @@ from paceline.parallel.model_parts import Apply, ModelParts, PassContext
 from paceline.parallel.optimizer_binding import names_of
 from paceline.parallel.pipeline.pipeline_loss import apply_tied_parameters, build_pipeline
 from paceline.parallel.pipeline.stage_partition import apply_pipeline
-from paceline.parallel.placement import apply_broadcast, apply_channels_last, apply_placement, apply_precision
 from paceline.parallel.recompute import apply_recompute, recompute
 from paceline.parallel.split import MultiContext, apply_microbatches, apply_split
 from paceline.parallel.sync_batchnorm import apply_sync_batchnorm
 from paceline.parallel.tensor.apply import apply_tensor
+from paceline.parallel.weight_passes import apply_broadcast, apply_channels_last, apply_placement, apply_precision
 from paceline.plan.passes import passes_for
 
 # The passes of `plan/passes.py`, by name.

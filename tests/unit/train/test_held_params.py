@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import LayoutError, TrainError
+from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.parallel.model_parts import ModelParts
 from paceline.plan.layout import AXIS_NAMES, Degrees
@@ -37,7 +37,7 @@ def test_a_missing_gradient_is_an_error_unless_it_is_allowed() -> None:
     model.weight.grad = torch.ones(2, 3)
     HeldParams(parts_of(model), copies, MESH).assign_gradients()
     assert copies[model.bias].grad is None
-    with pytest.raises(LayoutError, match="bias"):
+    with pytest.raises(TrainError, match="bias"):
         HeldParams(parts_of(model), copies, MESH, allow_unused=False).assign_gradients()
 
 

@@ -1,4 +1,4 @@
-"""Passes on tensors as such: the dtype in which they are trained, their device, their memory format, and their values,
+"""Passes on weights as such: the dtype in which they are trained, their device, their memory format, and their values,
 which are those of rank 0."""
 
 from __future__ import annotations
