@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import (
     EXIT_STATUSES,
     FIXES,
@@ -29,6 +28,7 @@ from paceline.diagnose.exits import (
     is_mismatch,
     peers,
 )
+from paceline.diagnose.hang.evidence import Hang
 from paceline.run.ledger import RunEnd
 from paceline.text import rank_names
 
