@@ -37,7 +37,7 @@ class Images(nn.Module):
         return self.convolution(images).mean(dim=(1, 2, 3))
 
 
-def train(model: nn.Module, **settings: Any) -> None:
+def train_images(model: nn.Module, **settings: Any) -> None:
     trainer = paceline.Trainer(
         model, criterion=nn.MSELoss(), strategy="single", batch=4, run=False, quiet=True, **settings
     )
@@ -46,7 +46,7 @@ def train(model: nn.Module, **settings: Any) -> None:
 
 def test_inputs_are_changed_by_one_pass_after_the_other() -> None:
     seen: list[Tensor] = []
-    train(Images(seen), precision="fp64", channels_last=True)
+    train_images(Images(seen), precision="fp64", channels_last=True)
     assert all(images.dtype is torch.float64 for images in seen)
     assert all(images.is_contiguous(memory_format=torch.channels_last) for images in seen)
 
@@ -70,6 +70,6 @@ def test_a_pass_can_add_contexts_of_the_forward_and_changes_of_inputs(monkeypatc
         parts.inputs.append(lambda tensor: tensor[..., :5] if tensor.dim() == 4 else tensor)
 
     monkeypatch.setattr(parallelize, "APPLY", {**APPLY, "placement": add})
-    train(Images(seen), precision="bf16")
+    train_images(Images(seen), precision="bf16")
     shapes = [each.shape[-1] if isinstance(each, Tensor) else each for each in seen]
     assert shapes == ["enter", 5, "exit"] * (len(shapes) // 3) and len(shapes) >= 6

@@ -16,14 +16,14 @@ from paceline.train.held_params import BoundOptimizer, HeldParams
 MESH = Mesh(Degrees(), torch.device("cpu"), None, dict.fromkeys(AXIS_NAMES, 0), None)
 
 
-def parts_of(model: nn.Module) -> ModelParts:
+def parts_around(model: nn.Module) -> ModelParts:
     return ModelParts(model, None, None, [])
 
 
 def test_gradients_reach_what_the_optimizer_holds() -> None:
     model = nn.Linear(3, 2)
     copies = {parameter: parameter.detach().clone() for parameter in model.parameters()}
-    held = HeldParams(parts_of(model), copies, MESH)
+    held = HeldParams(parts_around(model), copies, MESH)
     optimizer = torch.optim.SGD([held.held_of(parameter) for parameter in model.parameters()], lr=1.0)
     model(torch.ones(1, 3)).sum().backward()
     held.assign_gradients()
@@ -35,10 +35,10 @@ def test_a_missing_gradient_is_an_error_unless_it_is_allowed() -> None:
     model = nn.Linear(3, 2)
     copies = {parameter: parameter.detach().clone() for parameter in model.parameters()}
     model.weight.grad = torch.ones(2, 3)
-    HeldParams(parts_of(model), copies, MESH).assign_gradients()
+    HeldParams(parts_around(model), copies, MESH).assign_gradients()
     assert copies[model.bias].grad is None
     with pytest.raises(TrainError, match="bias"):
-        HeldParams(parts_of(model), copies, MESH, allow_unused=False).assign_gradients()
+        HeldParams(parts_around(model), copies, MESH, allow_unused=False).assign_gradients()
 
 
 def test_added_groups_are_taken_over_unless_other_tensors_are_held() -> None:
@@ -46,9 +46,9 @@ def test_added_groups_are_taken_over_unless_other_tensors_are_held() -> None:
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.5)
     bound = BoundOptimizer(optimizer, [["0.weight", "0.bias"]], is_users=True, held=None)
     optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.25})
-    bound.adopt_groups(parts_of(model), rank_log(0, quiet=True))
+    bound.adopt_groups(parts_around(model), rank_log(0, quiet=True))
     assert bound.names == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
     assert optimizer.param_groups[1]["initial_lr"] == 0.25
-    bound.held = HeldParams(parts_of(model), {}, MESH)
+    bound.held = HeldParams(parts_around(model), {}, MESH)
     with pytest.raises(TrainError, match="add_param_group"):
-        bound.adopt_groups(parts_of(model), rank_log(0, quiet=True))
+        bound.adopt_groups(parts_around(model), rank_log(0, quiet=True))
