@@ -64,8 +64,7 @@ class Engine:
         self.world, self.telemetry, self.log = join(config, task.notes, device)
         self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)
         self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
-        checked = check_layout(config, self.model, task, self.comm_hook, self.world, self.log)
-        self.layout, partition = checked
+        self.layout, partition = check_layout(config, self.model, task, self.comm_hook, self.world, self.log)
         recipe_objects.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(
             self.layout.degrees,
