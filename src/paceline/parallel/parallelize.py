@@ -28,7 +28,6 @@ from paceline.parallel.meta_init import is_meta, materialize
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner, Stage, build_stages
 from paceline.parallel.pipeline.stage_partition import AbsentLayer, StagePartition, partition_model, remove_other_stages
 from paceline.parallel.recompute import recompute
-from paceline.parallel.same_call import Agreement
 from paceline.parallel.shards import broadcast_weights
 from paceline.parallel.split import MicroBatched, MultiContext, spans_devices, split
 from paceline.parallel.sync_batchnorm import convert_sync_batchnorm, synchronize_instance_norms, unconverted
@@ -36,6 +35,7 @@ from paceline.parallel.tensor.apply import apply_tensor_parallel
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import Pass, is_sharded, passes_for
 from paceline.runtime.mesh import Mesh
+from paceline.runtime.method_check import Departures
 from paceline.text import plural
 
 ForwardContext = AbstractContextManager[Any]
@@ -259,7 +259,7 @@ def _ddp(subject: ModelParts, context: PassContext) -> None:
     if size is None and config.sync is not None and config.sync.compress == "powersgd":
         # No small first bucket: its factors are sent in no time, but each bucket waits twice for the slowest rank.
         size = 25.0
-    replicas = DynamicDDP(subject.step, build, context.log, Agreement(config.timeout), size, context.comm_hook)
+    replicas = DynamicDDP(subject.step, build, context.log, Departures(config.timeout), size, context.comm_hook)
     replicas.traffic = context.traffic
     subject.forward, subject.no_sync = replicas, replicas.no_sync
 

@@ -1,6 +1,6 @@
 """Watches whether this rank makes progress, in a thread that looks at the main thread once a second.
 
-    stands still     post where it stands, for ranks that wait (runtime/whereabouts.py)
+    stands still     post where it stands, for ranks that wait (diagnose/hang/barrier.py)
     half of `timeout`, in the Trainer's data
                      warn, with the line of the user's code
     0.8 × `timeout`, in the Trainer's data
@@ -19,6 +19,7 @@ every rank alike, and a debugger may stop anywhere.
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import sys
@@ -27,7 +28,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import torch.distributed as torch_dist
+
 from paceline.diagnose import exits
+from paceline.diagnose.hang.barrier import Post
 from paceline.diagnose.hang.evidence import RankEvidence, StackFrame
 from paceline.diagnose.hang.hang_report import find_hang
 from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
@@ -36,8 +40,8 @@ from paceline.errors import DataError
 from paceline.log import Log
 from paceline.run import failures
 from paceline.run.heartbeat import HeartbeatWriter
-from paceline.runtime import environment, process_group, rank_watch, whereabouts
-from paceline.runtime.whereabouts import Board, Post, progress
+from paceline.runtime import environment, method_check, process_group, rank_watch, whereabouts
+from paceline.runtime.whereabouts import GroupBoard, progress
 from paceline.text import by_rank
 
 _INTERVAL = 1.0
@@ -58,7 +62,7 @@ _hang_watch: HangMonitor | None = None
 class HangMonitor:
     """The thread of rank 0."""
 
-    def __init__(self, board: Board, heartbeat: HeartbeatWriter) -> None:
+    def __init__(self, board: GroupBoard, heartbeat: HeartbeatWriter) -> None:
         self.board, self.heartbeat = board, heartbeat
         self._patience, self._log = ProgressLimits(), Log(board.rank)
         self._has_reported = False
@@ -76,7 +80,7 @@ class HangMonitor:
 
     def _run(self) -> None:
         with suppress(RuntimeError):  # the group is destroyed, or the rank with the store has ended
-            while not self._stop.wait(_HANG_INTERVAL):
+            while not self._stop.wait(_HANG_INTERVAL) and torch_dist.is_initialized():
                 before = self._observation()
                 found = self._patience.observe(time.monotonic(), {self.board.rank: before})
                 if (seconds := self._patience.continued()) is not None and self._has_reported:
@@ -96,7 +100,7 @@ class HangMonitor:
         answers = self._answers()
         if self._stop.is_set() or self._observation()[:3] != before[:3]:
             return
-        stacks = {rank: self.board.read_stack(rank) for rank in answers}
+        stacks = {rank: _read_stack(self.board, rank) for rank in answers}
         found = found._replace(seconds=found.seconds + time.monotonic() - began)
         text = describe(found, self.board.world, answers, stacks, self.heartbeat.last.trained)
         if text:
@@ -105,16 +109,21 @@ class HangMonitor:
 
     def _answers(self) -> dict[int, Post]:
         """What ranks post from now on, without those whose threads don't run."""
-        left = {rank: self.board.read(rank) for rank in range(self.board.world)}
+        left = {rank: self.board.read_post(rank) for rank in range(self.board.world)}
         answers: dict[int, Post] = {}
         deadline = time.monotonic() + _ANSWER
         while left and time.monotonic() < deadline and not self._stop.wait(_HANG_INTERVAL):
             for rank, earlier in list(left.items()):
-                post = self.board.read(rank)
-                if post is not None and (post.ended or earlier is None or post.number > earlier.number):
+                post = self.board.read_post(rank)
+                if post is not None and (post.ended or earlier is None or post.serial > earlier.serial):
                     answers[rank] = post
                     del left[rank]
         return answers
+
+
+def _read_stack(board: GroupBoard, rank: int) -> list[tuple[str, str, int]]:
+    text = board.read("stack", rank)
+    return [] if text is None else [tuple(frame) for frame in json.loads(text)]
 
 
 def _operations() -> list[int]:
@@ -131,7 +140,7 @@ def describe(
     step: int | None,
 ) -> str:
     """Which rank the others wait for; empty if none hangs. `answers`: by rank; `step`: that rank 0 is in."""
-    if any(not (post.stands or post.ended) for post in answers.values()):
+    if any(not (post.stalled or post.ended) for post in answers.values()):
         return ""  # it still comes
     ranks = [
         _evidence(rank, answers.get(rank), stacks.get(rank, ()), step if rank == 0 else None) for rank in range(world)
@@ -154,7 +163,7 @@ def _evidence(rank: int, post: Post | None, stack: Sequence[tuple[str, str, int]
 class ProgressMonitor:
     """The thread of this process."""
 
-    def __init__(self, board: Board) -> None:
+    def __init__(self, board: GroupBoard) -> None:
         self.board = board
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-standstill", daemon=True)
@@ -170,12 +179,10 @@ class ProgressMonitor:
         """Called when the process exits: a thread in the store's client would be killed in the middle of it."""
         self._stop.set()
         self._thread.join(_INTERVAL)
-        with suppress(Exception):  # the group is destroyed, or the rank with the store has ended
-            self.board.post(progress.ended, ended=True)
 
     def _run(self) -> None:
         before, place, cpu, stood, warned = None, StackPlace("", ""), 0.0, 0.0, False
-        while not self._stop.wait(min(_INTERVAL, self.board.timeout / 20)):
+        while not self._stop.wait(min(_INTERVAL, self.board.timeout / 20)) and torch_dist.is_initialized():
             now = (self.board.calls, progress.micros, progress.read)
             interval, used = min(_INTERVAL, self.board.timeout / 20), time.process_time()
             # Of this thread's own intervals, not of a clock: the process may have been suspended.
@@ -187,8 +194,11 @@ class ProgressMonitor:
             try:
                 if stood > 0 and self._is_asked and stack != self._stack:
                     self._stack = stack
-                    self.board.post_stack(stack)
-                self._post(place, stands=stood > 0, waits=idle and place.activity == "collective")
+                    self.board.set(json.dumps(stack), "stack", self.board.rank)
+                self.board.observe(
+                    place.text, idle=stood > 0 and idle and place.activity == "collective", stalled=stood > 0
+                )
+                self._post(stalled=stood > 0)
             except RuntimeError:  # the group is destroyed, or the rank with the store has ended
                 return
             if place.activity != "data" or stood == 0:
@@ -199,11 +209,11 @@ class ProgressMonitor:
                 warned = True
                 self._log.warning(f"rank {self.board.rank} has waited {stood:.0f} s for its next batch: {place.text}")
 
-    def _post(self, place: StackPlace, *, stands: bool, waits: bool) -> None:
+    def _post(self, *, stalled: bool) -> None:
         self._intervals += 1
-        if stands or self._posted or (self._is_asked and self._intervals == _MOVES):
-            self._posted, self._intervals = stands, 0
-            self.board.post(place.text, waits=stands and waits, stands=stands)
+        if stalled or self._posted or (self._is_asked and self._intervals == _MOVES):
+            self._posted, self._intervals = stalled, 0
+            self.board.post()
 
     def _fail(self, place: StackPlace) -> None:
         """End the process: no exception can be raised in a thread that waits for a lock or a file."""
@@ -229,10 +239,10 @@ def stands_still(rank: int, places: list[str], seconds: float) -> DataError:
     )
 
 
-def _places(board: Board) -> list[str]:
-    posts = [board.read(rank) for rank in range(board.world)]
+def _places(board: GroupBoard) -> list[str]:
+    posts = [board.read_post(rank) for rank in range(board.world)]
     # A rank that moved when it posted may be stopped elsewhere by now.
-    return [post.place if post is not None and (post.stands or post.ended) else "not known" for post in posts]
+    return [post.place if post is not None and (post.stalled or post.ended) else "not known" for post in posts]
 
 
 def note_places(error: BaseException) -> None:
@@ -248,7 +258,7 @@ def watch(world: int, heartbeat: HeartbeatWriter) -> None:
     global _watch, _hang_watch
     if world == 1:
         return
-    board = whereabouts.board()
+    board = method_check.join_board()
     if _watch is None or _watch.board is not board:
         _watch = ProgressMonitor(board)
     if board.rank != 0 or environment.was_launched():

@@ -19,9 +19,9 @@ from paceline.data import adopt
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
 from paceline.parallel.data_parallel import broadcast_buffers
-from paceline.parallel.same_call import meet
 from paceline.parallel.shards import gather_full_tensors
 from paceline.run.history import require_free_names
+from paceline.runtime.method_check import require_same_method
 from paceline.train import evaluate, oom
 from paceline.train.checkpointing.restorer import require_exists
 from paceline.train.checkpointing.run_handle import RunHandle
@@ -56,7 +56,7 @@ class WeightsView:
         self._saver.wait_for_copy()
         if replicas is None:
             return average.swapped()
-        meet()
+        require_same_method()
         # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
         return average.swapped(replicas.of(average.state_dict()))
 
@@ -64,7 +64,7 @@ class WeightsView:
         """The full weights; if parameters are sharded, on rank 0 only. Means over replicas are copies."""
         if self._engine.replica_average is None:
             return self._full()
-        meet()
+        require_same_method()
         self._saver.wait_for_copy()
         with self._engine.replica_average.swapped():
             state = self._full()
