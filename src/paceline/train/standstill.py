@@ -34,6 +34,7 @@ from paceline.diagnose import exits
 from paceline.diagnose.hang.barrier import Post
 from paceline.diagnose.hang.evidence import RankEvidence, StackFrame
 from paceline.diagnose.hang.hang_report import find_hang
+from paceline.diagnose.hang.process_stacks import kept_waiting
 from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
 from paceline.diagnose.hang.stack_place import StackPlace, main_place, main_stack, place_of_stack
 from paceline.errors import DataError
@@ -92,8 +93,8 @@ class HangMonitor:
     def _observation(self) -> Observation:
         last = self.heartbeat.last
         counters = (self.board.calls, progress.micros, progress.read, *_operations())
-        activity = main_place().activity
-        return Observation(last.phase, last.step, counters, activity == "collective", activity == "data")
+        activity, without_cpu = main_place().activity, kept_waiting(os.getpid())
+        return Observation(last.phase, last.step, counters, activity == "collective", activity == "data", without_cpu)
 
     def _report(self, found: NoProgress, before: Observation) -> None:
         began = time.monotonic()

@@ -174,6 +174,13 @@ def cpu_seconds(pid: int) -> float:
     return seconds + sum(map(cpu_seconds, children_of(pid)))
 
 
+def kept_waiting(pid: int) -> float:
+    """Seconds in which the main thread of a process could run, but others had the CPU; 0 if that is unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
+
+
 def children_of(pid: int) -> list[int]:
     """Processes that a process has started, such as workers of its DataLoader."""
     found: set[int] = set()

@@ -130,7 +130,7 @@ class HangDetector:
         own = {rank: pages[rank] for rank in running if rank in pages and pages[rank].pid == self._pids[rank]}
         if any(activity_of(page.place) == "debugger" for page in own.values()):
             return None  # someone looks at it already
-        seen = {rank: _observation(beats.get(rank), own.get(rank, RankPage())) for rank in running}
+        seen = {rank: _observation(beats.get(rank), own.get(rank, RankPage()), self._pids[rank]) for rank in running}
         if self._others_ended or len(seen) < len(self._pids) or any(page.ended for page in own.values()):
             seen = {rank: _at_exit(each, self._pids[rank]) for rank, each in seen.items()}
         if _have_moved(self._seen, seen):
@@ -160,13 +160,14 @@ def _lack_names(ranks: Sequence[RankEvidence]) -> bool:
     )
 
 
-def _observation(beat: Heartbeat | None, page: RankPage) -> Observation:
+def _observation(beat: Heartbeat | None, page: RankPage, pid: int) -> Observation:
     phase, step = ("", 0) if beat is None else (beat.phase, beat.step)
     counters = (page.micros, page.read, page.calls, page.operations)
     activity = activity_of(page.place)
     in_call = page.place.startswith(("torch.distributed.", "dist.")) and activity == "collective"
     waits = in_call or bool(page.pending) or any(group["entered"] > group["left"] for group in page.groups)
-    return Observation(phase, step, counters, waits, seems_to_wait=activity in ("collective", "data"))
+    seems_to_wait, kept_waiting = activity in ("collective", "data"), process_stacks.kept_waiting(pid)
+    return Observation(phase, step, counters, waits, seems_to_wait, kept_waiting)
 
 
 class HangReporter:

@@ -140,3 +140,26 @@ def test_children_are_found() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
         assert child.pid in process_stacks.children_of(os.getpid())
         child.kill()
+
+
+def test_time_that_a_process_waits_for_a_cpu_is_counted() -> None:
+    """Two processes that compute on one CPU wait for each other; one that sleeps waits for nobody."""
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    try:
+        assert sleeper.stdout is not None
+        with sleeper.stdout as lines:
+            lines.readline()  # it has started
+        nodes.eventually(lambda: all(process_stacks.kept_waiting(each.pid) > 1.0 for each in both))
+        before = process_stacks.kept_waiting(sleeper.pid)
+        nodes.eventually(lambda: all(process_stacks.kept_waiting(each.pid) > 2.0 for each in both))
+        assert process_stacks.kept_waiting(sleeper.pid) - before < 0.5
+    finally:
+        for process in (*both, sleeper):
+            process.kill()
+            process.wait()
+    assert process_stacks.kept_waiting(sleeper.pid) == 0.0  # it has ended

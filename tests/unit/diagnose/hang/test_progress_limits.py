@@ -277,6 +277,18 @@ def test_an_observer_that_was_stopped_too_does_not_count_that_time() -> None:
     assert patience.observe(3600.0, ranks) is None
 
 
+def test_ranks_that_get_no_cpu_are_not_stuck() -> None:
+    """Another process has the CPU for a minute; then a rank really stands still, on a CPU that it has to share."""
+    run = Run()
+    run.steps(20, 0.1)
+    for _ in range(240):
+        run.wait(POLL)
+        for rank, seen in run.ranks.items():
+            run.ranks[rank] = seen._replace(seems_to_wait=True, kept_waiting=seen.kept_waiting + POLL)
+    assert not run.reports
+    assert run.reported_after(10) < 3
+
+
 @given(
     step=st.floats(0.001, 5.0),
     events=st.lists(st.sampled_from(["step"] * 6 + ["slow", "save", "evaluate", "late rank"]), max_size=60),
