@@ -33,7 +33,6 @@ import torch.distributed as torch_dist
 from paceline.diagnose import exits
 from paceline.diagnose.hang.barrier import Post
 from paceline.diagnose.hang.evidence import RankEvidence, StackFrame
-from paceline.diagnose.hang.hang_report import find_hang
 from paceline.diagnose.hang.process_stacks import kept_waiting
 from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
 from paceline.diagnose.hang.stack_place import StackPlace, main_place, main_stack, place_of_stack
@@ -141,6 +140,8 @@ def describe(
     step: int | None,
 ) -> str:
     """Which rank the others wait for; empty if none hangs. `answers`: by rank; `step`: that rank 0 is in."""
+    from paceline.diagnose.hang.hang_report import find_hang  # with a launcher of ours, no rank needs it
+
     if any(not (post.stalled or post.ended) for post in answers.values()):
         return ""  # it still comes
     ranks = [

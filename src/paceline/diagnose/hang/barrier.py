@@ -21,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -355,7 +355,7 @@ class Verdict:
         return now - self._changed[rank][1] >= (_STALE if post.waits else _STALE_IDLE)
 
 
-def awaited(posts: Mapping[int, Post], world: int, *, sees_idle: bool) -> dict[int, Collection[int]]:
+def awaited(posts: Mapping[int, Post], world: int, *, sees_idle: bool) -> dict[int, set[int]]:
     """For each rank that waits: those that it waits for, among the ranks that have posted."""
     live = {rank: post for rank, post in posts.items() if not post.ended}
     waiting = {rank: post for rank, post in live.items() if post.waits and post.call.sees_idle <= sees_idle}
@@ -366,7 +366,7 @@ def awaited(posts: Mapping[int, Post], world: int, *, sees_idle: bool) -> dict[i
         for rank, post in live.items():
             if post.idle and not post.waits:
                 passed = {other for other in waiting if _is_past(post, waiting[other])}
-                found[rank] = posts.keys() - {rank} if everyone else passed
+                found[rank] = set(posts) - {rank} if everyone else passed
     return found
 
 
