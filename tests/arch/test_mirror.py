@@ -63,7 +63,8 @@ ELSEWHERE = {
     "train/custom_loop_methods": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],
     "train/engine": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/recipe_objects": ["unit/train/test_trainer", "ranks/test_registered_components", "ranks/test_own_recipes"],
-    "train/standstill": ["faults/test_hang_watch", "faults/test_standstill"],
+    "train/hang_monitor": ["faults/test_hang_watch"],
+    "train/standstill": ["faults/test_standstill"],
     "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/metric_functions": ["ranks/test_evaluation"],
     "train/optimizer_update": [

@@ -20,7 +20,7 @@ from paceline import dist
 from paceline.diagnose.hang.barrier import Call, Post
 from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.runtime import environment
-from paceline.train.standstill import describe
+from paceline.train.hang_monitor import describe
 
 FILE = Path(__file__).name
 FOUND = NoProgress(2.5, 2.0, "at least 2 s", "training")
