@@ -45,7 +45,7 @@ class MetricSeries:
             self.steps.pop()
             self.values.pop()
         self.steps.append(step)
-        self.values.append(_number(value))
+        self.values.append(number(value))
 
     def extend(self, steps: list[int], values: list[object]) -> None:
         """`append` for many, which is much cheaper where all is in order."""
@@ -185,7 +185,7 @@ def _add_evaluation(metrics: RunMetrics, step: int, record: Record) -> None:
             metrics.evaluations.setdefault(name, MetricSeries()).append(step, value)
 
 
-def _number(value: object) -> float:
+def number(value: object) -> float:
     """nan for anything else, and for null, which writers use for nan and infinity."""
     if type(value) is float:
         return value if math.isfinite(value) else math.nan

@@ -13,10 +13,9 @@ from paceline.run import failures
 from paceline.run.folder import short
 from paceline.run.ledger import NO_WORD, RunEnd, last_start
 from paceline.text import columns, format_bytes, format_duration, format_rate, numbered, plural, sparkline
-from paceline.tools.watch.checkpoint_list import saved_checkpoints
 from paceline.tools.watch.metric_series import ANY_METRIC, Metric, MetricSeries, finite
 from paceline.tools.watch.plain_text import clean, clean_lines, number_text
-from paceline.tools.watch.run_facts import Event, RunFacts, best_metric, value_text
+from paceline.tools.watch.run_facts import Event, RunFacts, best_metric, saved_checkpoints, value_text
 from paceline.tools.watch.run_list import run_values, speed_text, step_text
 
 _MAX_CHECKPOINTS, _MAX_WARNINGS, _MAX_RANKS, _VERDICT_LINES = 6, 4, 16, 40
