@@ -148,8 +148,10 @@ class RunMetrics:
         self.without_step += len(records) - len(usable)
         _add_steps(self, [record for record in usable if not record.get("evaluation")])
         for record in usable:
-            if record.get("evaluation"):
-                _add_evaluation(self, record["step"], record)
+            for name, value in record.items() if record.get("evaluation") else ():
+                is_known = name in self.evaluations or len(self.evaluations) < _MAX_METRICS
+                if is_known and name not in _NOT_METRICS and not isinstance(value, (str, bool, list, dict)):
+                    self.evaluations.setdefault(name, MetricSeries()).append(record["step"], value)
 
 
 def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics:
@@ -175,14 +177,6 @@ def _add_steps(metrics: RunMetrics, records: list[Record]) -> None:
         metrics.series.setdefault(name, MetricSeries()).extend(steps, values)
     epoch = records[-1].get("epoch") if records else None
     metrics.epoch = epoch if isinstance(epoch, int) else metrics.epoch
-
-
-def _add_evaluation(metrics: RunMetrics, step: int, record: Record) -> None:
-    for name, value in record.items():
-        if name in _NOT_METRICS or isinstance(value, (str, bool, list, dict)):
-            continue
-        if name in metrics.evaluations or len(metrics.evaluations) < _MAX_METRICS:
-            metrics.evaluations.setdefault(name, MetricSeries()).append(step, value)
 
 
 def number(value: object) -> float:

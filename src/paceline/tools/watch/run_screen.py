@@ -24,7 +24,8 @@ _CURVES = {"loss": "loss", "lr": "", "samples_per_second": ""}  # and the metric
 
 def screen(facts: RunFacts) -> str:
     parts = [_header(facts), _curves(facts), verdict(facts), _warnings(facts), _checkpoints(facts)]
-    parts += [_goodput(facts), _files(facts)]
+    account = facts.goodput()
+    parts += [account.table().splitlines() if account is not None and account.total else [], _files(facts)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -177,11 +178,6 @@ def _checkpoints(facts: RunFacts) -> list[str]:
     more = len(found) - len(rows)
     lines = columns([("checkpoint", "step", "size", ""), *rows]).splitlines()
     return [*lines, f"and {more} older"] if more else lines
-
-
-def _goodput(facts: RunFacts) -> list[str]:
-    account = facts.goodput()
-    return [] if account is None or not account.total else account.table().splitlines()
 
 
 def _files(facts: RunFacts) -> list[str]:
