@@ -30,7 +30,7 @@ from paceline.precision import policies
 from paceline.precision.policies import Scaler
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
-from paceline.train import recipe_objects, sync_setup
+from paceline.train import recipe_objects
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.checks import foreign_steps, preflight, unsupported, wrapped_model
 from paceline.train.checks.collective_order import check_order
@@ -39,6 +39,7 @@ from paceline.train.checks.layout_checks import check_layout
 from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
+from paceline.train.features.compress import choose_reduction
 from paceline.train.held_params import bind_optimizer, optimizer_of_stages
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
@@ -63,8 +64,8 @@ class Engine:
         self.task = task
         self.world, self.telemetry, self.log = join(config, task.notes, device)
         self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)
-        self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
-        self.layout, partition = check_layout(config, self.model, task, self.comm_hook, self.world, self.log)
+        self.config, hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
+        self.layout, partition = check_layout(config, self.model, task, hook, self.world, self.log)
         recipe_objects.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(
             self.layout.degrees,
@@ -77,9 +78,7 @@ class Engine:
             named = [*self.model.named_parameters(), *parameters_of_loss(task.stateful_loss)]
             unsupported.check_parameters(named, task.optimizer, self.log)
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
-        self.compression = sync_setup.compression_for(config, self.layout.degrees, self.traffic, self.log)
-        if self.compression is not None:
-            self.comm_hook = sync_setup.hook_for(self.compression, config)
+        self.reduction = choose_reduction(config, self.world, self.traffic, hook, self.log)
         self._compose(partition)
         self._build_step()
         setup = (self.model, self.bound.optimizer, task.scheduler, task.loss_fn or task.criterion)
@@ -97,21 +96,16 @@ class Engine:
             policies.prepare_model(task.criterion, config.precision)
             task.criterion.to(self.world.device)
         given = task.optimizer or optimizer_of_stages(config, self.model, self.mesh.degrees)
-        context = PassContext(config, self.mesh, self.log, task.stateful_loss, partition, self.comm_hook, self.traffic)
+        context = PassContext(
+            config, self.mesh, self.log, task.stateful_loss, partition, self.reduction.hook, self.traffic
+        )
         self.parts = parallelize(self.model, context)
         self.module = self.parts.module
-        if self.compression is not None:
-            sync_setup.begin(self.compression, self.module, config, self.log)
+        self.reduction.begin(self.module, config, self.log)
         check_order(self.module, self.mesh, config)
         is_users = task.optimizer is not None
         self.bound = bind_optimizer(self.parts, given, config, self.mesh, self.log, is_users=is_users)
         self._build_scaler()
-
-    @property
-    def ranks_have_state(self) -> bool:
-        """Whether what reduces the gradients has a state of its own on each rank."""
-        hook = self.comm_hook if self.world.size > 1 else None
-        return hook is not None and (self.compression is not None or wrapped_model.is_saved(hook))
 
     def seed_drawing(self, step: int) -> None:
         seed_generators(self.config, self.model, self.mesh, step)
@@ -131,8 +125,7 @@ class Engine:
             if self.bound.held is None
             else partial(collectives.all_reduce, op="max", group=self.mesh.step_group),
         )
-        if self.compression is not None and self.scaler.is_enabled():
-            self.compression.scale = self.scaler.current
+        self.reduction.follow(self.scaler)
 
     def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
         """Called before the first batch after DDP was rebuilt for other parameters."""

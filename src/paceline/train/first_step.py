@@ -225,7 +225,7 @@ def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per
     if not hooks and not any(names for _, names in found):
         return False
     stepper = engine.stepper
-    if type(stepper) is TrainStep and engine.local_steps is None and engine.comm_hook is None:
+    if type(stepper) is TrainStep and engine.local_steps is None and engine.reduction.hook is None:
         stepper.weights.start_from_global_mean(weight_per_sample)
         return True
     if hooks:
