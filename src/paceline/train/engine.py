@@ -20,8 +20,6 @@ from paceline.optim.ema import Ema
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.model_parts import PassContext
 from paceline.parallel.parallelize import change_recompute, parallelize
-from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
-from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.parallel.shards import local_shard
 from paceline.plan.layout import AXIS_NAMES
 from paceline.plan.network_model import Traffic
@@ -44,7 +42,6 @@ from paceline.train.held_params import bind_optimizer, optimizer_of_stages
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
 from paceline.train.optimizer_update import OptimizerUpdate
-from paceline.train.pipeline_step import PipelineStep
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
 from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
@@ -79,7 +76,8 @@ class Engine:
             unsupported.check_parameters(named, task.optimizer, self.log)
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
         self.reduction = choose_reduction(config, self.world, self.traffic, hook, self.log)
-        self._compose(partition)
+        hook = self.reduction.hook
+        self._compose(PassContext(config, self.mesh, self.log, task.stateful_loss, partition, hook, self.traffic))
         self._build_step()
         setup = (self.model, self.bound.optimizer, task.scheduler, task.loss_fn or task.criterion)
         self.setup = RunSetup(*setup, owns_optimizer=not self.bound.is_users)
@@ -89,16 +87,13 @@ class Engine:
         self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.checked = self._warned = False
 
-    def _compose(self, partition: StagePartition | None) -> None:
+    def _compose(self, context: PassContext) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
         config, task = self.config, self.task
         if isinstance(task.criterion, nn.Module):
             policies.prepare_model(task.criterion, config.precision)
             task.criterion.to(self.world.device)
         given = task.optimizer or optimizer_of_stages(config, self.model, self.mesh.degrees)
-        context = PassContext(
-            config, self.mesh, self.log, task.stateful_loss, partition, self.reduction.hook, self.traffic
-        )
         self.parts = parallelize(self.model, context)
         self.module = self.parts.module
         self.reduction.begin(self.module, config, self.log)
@@ -175,13 +170,14 @@ class Engine:
 
     def _choose_step(self) -> TrainStep:
         config, forward = self.config, self.parts.forward
-        pipeline = self.module if isinstance(self.module, PipelineLossModule) else None
         shared: dict[str, Any] = {"scaler": self.scaler, "local_steps": self.local_steps, "traffic": self.traffic}
-        shared |= {"finds_total": config.fixed_order, "splits": pipeline is not None}
+        shared |= {"finds_total": config.fixed_order, "splits": self.parts.runner is not None}
         weights = LossWeights(self.module, self.mesh, self.hooks, forward, **shared)
         parts = self.parts, weights, self.draw, self.hooks
-        if pipeline is not None:
-            return PipelineStep(config.pipeline, self.log.info, self.scaler, pipeline, *parts)
+        if self.parts.runner is not None:
+            from paceline.train.pipeline_step import PipelineStep  # few runs need it
+
+            return PipelineStep(config.pipeline, self.log.info, self.scaler, self.module, *parts)
         return SlicedStep(self.mesh, self.module, *parts) if config.fixed_order else TrainStep(self.module, *parts)
 
     def _build_updater(self) -> None:

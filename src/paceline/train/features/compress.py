@@ -62,7 +62,7 @@ class Reduction:
         compression, section = self.compression, config.sync
         if compression is None or section is None:
             return
-        names = {parameter: name.removeprefix("model.") for name, parameter in module.named_parameters()}
+        names: dict[Tensor, str] = {each: name.removeprefix("model.") for name, each in module.named_parameters()}
         compression.begin(names)
         trained = [parameter for parameter in names if parameter.requires_grad]
         sent = [compression.sent_bytes(parameter) for parameter in trained]
