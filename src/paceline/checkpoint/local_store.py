@@ -161,7 +161,7 @@ class LocalStore:
             )
         partial = _temporary(target, "partial")
         self._disk.make_folder(partial)
-        return Draft(name, partial.name)
+        return Draft(name, str(partial.absolute()))  # the folder of the first rank, whatever others have been given
 
     def _make_folders(self, folder: Path) -> None:
         if not folder.is_dir():

@@ -92,6 +92,19 @@ def test_a_folder_that_is_not_a_checkpoint_is_never_overwritten(tmp_path: Path) 
     assert (tmp_path / "step-000001" / "thesis.tex").exists()
 
 
+def test_a_draft_is_where_it_was_begun_also_for_ranks_with_another_folder(tmp_path: Path) -> None:
+    first, other = LocalStore(tmp_path / "a"), LocalStore(tmp_path / "b")
+    draft = first.create("step-000001", 1)
+    with other.write(draft, "rank-1.safetensors") as write:
+        write(memoryview(b"x"))
+    first.commit(draft, {"manifest.json": b"{}"})
+    assert sorted(path.name for path in (tmp_path / "a" / "step-000001").iterdir()) == [
+        "manifest.json",
+        "rank-1.safetensors",
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_pointer_is_read_back_and_replaced(tmp_path: Path) -> None:
     assert LocalStore(tmp_path).pointer("best") == []
     LocalStore(tmp_path).point("best", ["a", "b"])
