@@ -250,7 +250,7 @@ def _groups(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     if len(groups) > _GROUPS:
         others = by_size[_GROUPS - 1 :]
         groups[f"{len(others)} others"] = [entry for name in others for entry in groups.pop(name)]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, entries in sorted(groups.items(), key=lambda group: not group[0].startswith("model/")):
         values = sum(prod(entry["shape"]) for entry in entries)
         dtypes = sorted({entry["dtype"] for entry in entries})
