@@ -31,9 +31,9 @@ from paceline.errors import TrainError
 from paceline.log import Log
 from paceline.parallel.data_parallel import CommHook, replicate
 from paceline.parallel.model_parts import ModelParts, PassContext
-from paceline.parallel.same_call import Agreement
 from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives
+from paceline.runtime.method_check import Departures
 from paceline.text import listed, plural
 
 _KEPT = 8
@@ -109,8 +109,8 @@ def apply_ddp(parts: ModelParts, context: PassContext) -> None:
     if size is None and config.sync is not None and config.sync.compress == "powersgd":
         # No small first bucket: its factors are sent in no time, but each bucket waits twice for the slowest rank.
         size = 25.0
-    agreement = Agreement(config.timeout)
-    replicas = DynamicDDP(parts.module, build, context.log, agreement, size, hook, context.traffic)
+    departures = Departures(config.timeout)
+    replicas = DynamicDDP(parts.module, build, context.log, departures, size, hook, context.traffic)
     parts.forward, parts.no_sync = replicas, replicas.no_sync
 
 
@@ -126,7 +126,7 @@ class DynamicDDP:
         step: nn.Module,
         build: Build,
         log: Log,
-        agreement: Agreement,
+        departures: Departures,
         bucket_mb: float | None = None,
         hook: CommHook | None = None,
         traffic: Traffic | None = None,
@@ -138,7 +138,7 @@ class DynamicDDP:
         self.sends_weight = False  # the backward of the last forward reduces `carried` as well
         self._names = [name.removeprefix("model.") for name, _ in step.named_parameters()]
         self._parameters = list(step.parameters())
-        self._agreement = agreement
+        self._departures = departures
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self._ddp = build(again=False, bucket_mb=bucket_mb)
         self._built: Counter[Flags] = Counter([tuple(self._flags)])
@@ -235,7 +235,7 @@ class DynamicDDP:
     def _switch(self, flags: list[bool], batch: Any) -> None:
         changed = [number for number, flag in enumerate(flags) if flag != self._flags[number]]
         self._require_reduced(changed)
-        self._require_agreement(flags, changed)
+        self._require_same_flags(flags, changed)
         before, after = tuple(self._flags), tuple(flags)
         if self._built[before] > 1 and len(self._kept) < _KEPT:
             self._kept[before] = self._ddp
@@ -270,8 +270,8 @@ class DynamicDDP:
                 fix="change requires_grad after an optimizer step, for example in a callback (on_step, on_epoch)",
             )
 
-    def _require_agreement(self, flags: list[bool], changed: list[int]) -> None:
-        agreed = self._agreement.reached_by(repr(flags))
+    def _require_same_flags(self, flags: list[bool], changed: list[int]) -> None:
+        agreed = self._departures.joined_by(repr(flags))
         if agreed < collectives.world():
             states = ", ".join(f"{self._names[number]} to {flags[number]}" for number in changed[:_SHOWN])
             raise TrainError(

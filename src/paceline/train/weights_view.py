@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from paceline.errors import TrainError
 from paceline.optim.ema import Ema
 from paceline.parallel.data_parallel import broadcast_buffers
-from paceline.parallel.same_call import meet
 from paceline.parallel.shards import gather_full_tensors
 from paceline.runtime.mesh import Mesh
+from paceline.runtime.method_check import require_same_method
 from paceline.train.engine import Engine
 from paceline.train.sync_setup import ReplicaAverage
 
@@ -55,7 +55,7 @@ class WeightsView:
         """The full weights; if parameters are sharded, on rank 0 only. Means over replicas are copies."""
         if self.swapped is None:
             return self._full()
-        meet()
+        require_same_method()
         with self.swapped():
             return {name: each.clone() if isinstance(each, Tensor) else each for name, each in self._full().items()}
 
@@ -74,6 +74,6 @@ def weights_view(engine: Engine) -> WeightsView:
 def _averaged(average: Ema, replicas: ReplicaAverage | None) -> AbstractContextManager[None]:
     if replicas is None:
         return average.swapped()
-    meet()
+    require_same_method()
     # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
     return average.swapped(replicas.of(average.state_dict()))
