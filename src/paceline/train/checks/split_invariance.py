@@ -77,7 +77,7 @@ class LossTrial(NamedTuple):
 def compare(
     trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, training: bool, several: bool
 ) -> str | None:
-    """Return a warning, `GATHERS`, `NEEDS_GRAPH`, or None. Collective. `partner`: another micro-batch, to be joined to this one.
+    """Return a warning, `GATHERS`, `NEEDS_GRAPH`, or None. Collective. `partner`: another micro-batch, to be joined.
     `training`: whether losses can be compared in training mode; `several`: of micro-batches a step."""
     text = error = None
     if training:
