@@ -18,7 +18,7 @@ from paceline import Trainer
 from paceline.checkpoint import local_store
 from paceline.errors import PacelineError
 from paceline.parallel.shards import local_shard
-from paceline.runtime import whereabouts
+from paceline.runtime.collective_check import current_board
 
 LATER = pytest.mark.nightly
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ def hears(call: Callable[[], Any]) -> str:
 def is_elsewhere(rank: int) -> bool:
     """Whether it has told that it is outside of the Trainer's methods. It may be the last to leave one, and tells where
     it is only now and then."""
-    post = whereabouts.board().read_post(rank)
+    post = current_board().read_post(rank)
     return post is not None and "trainer." not in post.place
 
 

@@ -96,7 +96,7 @@ class Engine:
         self.log = rank_log(self.world.rank_info.rank, quiet=config.quiet)
         for note in task.notes:
             self.log.info(note)
-        standstill.watch(self.world.size, self.telemetry.heartbeat)
+        standstill.observe(self.world.size, self.telemetry.heartbeat)
         self.telemetry.joined(self.world)
         self.log.on_warning = self.telemetry.warned
         self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)

@@ -28,8 +28,8 @@ from paceline.parallel.pipeline.schedule_runner import PipelineRunner
 from paceline.parallel.tensor.apply import full_logits
 from paceline.plan.partition import choose_microbatches
 from paceline.precision.policies import Scaler
+from paceline.run.heartbeat import counters
 from paceline.runtime import collectives
-from paceline.runtime.whereabouts import progress
 from paceline.train.loss_weights import Weight
 from paceline.train.train_step import TrainStep
 
@@ -138,7 +138,7 @@ class PipelineStep(TrainStep):
             hook(micro)
         for before in hooks.before_forward:
             before(not micro.group)
-        progress.micros += 1
+        counters.micros += 1
         weights.count(micro)
         with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)

@@ -1,0 +1,117 @@
+"""What the thread of a rank does in a tick, with a clock that is made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.diagnose.hang.rank_monitor import RankMonitor
+from paceline.run import heartbeat
+from paceline.run.folder import RunFolder
+from paceline.run.heartbeat import RankPage, counters
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def monitor(folder: RunFolder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankMonitor]:
+    monkeypatch.setattr(RankMonitor, "_run", lambda self: None)  # the test ticks
+    monitor = RankMonitor(folder.page(0), folder.heartbeat(0), clock)
+    yield monitor
+    monitor.stop()
+
+
+def page_of(folder: RunFolder) -> RankPage:
+    return heartbeat.read_pages(folder)[0]
+
+
+def test_a_rank_stands_still_until_a_counter_changes(monitor: RankMonitor, clock: Clock, folder: RunFolder) -> None:
+    for seconds in (0.25, 0.75):
+        clock.now = 100.0 + seconds
+        monitor.tick()
+    page = page_of(folder)
+    assert (page.time, page.stood) == (100.75, 0.75) and page.place  # its line
+    counters.micros += 1
+    monitor.tick()
+    page = page_of(folder)
+    assert page.stood == 0.0 and not page.place and page.micros == counters.micros
+
+
+def test_what_is_attached_is_done_when_it_is_due(monitor: RankMonitor, clock: Clock) -> None:
+    times: list[float] = []
+
+    def work() -> float:
+        times.append(clock.now)
+        return 1.0
+
+    monitor.attach(work)
+    for number in range(9):
+        clock.now = 101.0 + number / 4
+        monitor.tick()
+    assert times == [101.0, 102.0, 103.0]
+    monitor.detach(work)
+    clock.now = 110.0
+    monitor.tick()
+    assert len(times) == 3
+
+
+def test_a_page_tells_that_its_thread_waits_for_a_store(monitor: RankMonitor, folder: RunFolder) -> None:
+    """A store that does not answer must not look like a thread that holds the GIL."""
+    seen: list[bool] = []
+
+    def asks_the_store() -> float:
+        seen.append(page_of(folder).waits)
+        return 1.0
+
+    monitor.attach(asks_the_store)
+    monitor.tick()
+    assert seen == [True] and not page_of(folder).waits
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(RuntimeError("no store"), False), (ValueError("a bug"), True)])
+def test_the_page_is_written_after_an_error_of_what_is_attached(
+    monitor: RankMonitor,
+    clock: Clock,
+    folder: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    is_told: bool,
+) -> None:
+    def fails() -> float:
+        raise error
+
+    monitor.attach(fails)
+    for _ in range(2):
+        clock.now += 5.0
+        monitor.tick()
+    assert page_of(folder).time == clock.now and not page_of(folder).waits
+    said = capsys.readouterr()
+    assert ("no longer observed (ValueError: a bug)" in said.out + said.err) is is_told
+
+
+def test_without_a_page_only_the_rest_is_done(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankMonitor, "_run", lambda self: None)
+    monitor, done = RankMonitor(None, None, clock), list[float]()
+    monitor.attach(lambda: done.append(clock.now) or 1.0)  # type: ignore[func-returns-value]
+    monitor.tick()
+    assert done == [100.0]
