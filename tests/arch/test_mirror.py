@@ -51,6 +51,7 @@ ELSEWHERE = {
     "models/losses": ["ranks/test_evaluation", "ranks/test_tensor"],
     "parallel/data_parallel": ["ranks/test_comm_hook"],
     "parallel/fsdp": ["ranks/test_fsdp"],
+    "parallel/pipeline/pipeline_loss": ["ranks/test_pipeline"],
     "parallel/pipeline/schedule_runner": ["ranks/test_pipeline"],
     "parallel/sync_batchnorm": ["ranks/test_batchnorm"],
     "parallel/tensor/layers": ["ranks/test_tensor"],

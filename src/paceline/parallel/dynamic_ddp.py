@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import frexp, isfinite, ldexp
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -28,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import TrainError
 from paceline.log import Log
-from paceline.parallel.data_parallel import CommHook
+from paceline.parallel.data_parallel import CommHook, replicate
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives
 from paceline.runtime.method_check import Departures
@@ -99,6 +101,19 @@ class WeightInBucket:
         return ldexp(number, self._unit)
 
 
+def apply_ddp(parts: ModelParts, context: PassContext) -> None:
+    config, hook = context.config, context.comm_hook
+    allow_unused = config.unused_parameters == "allow"
+    build = partial(replicate, parts.module, context.mesh.device, config.ddp, allow_unused=allow_unused, hook=hook)
+    size = None if config.ddp.bucket_mb == "auto" else config.ddp.bucket_mb
+    if size is None and config.sync is not None and config.sync.compress == "powersgd":
+        # No small first bucket: its factors are sent in no time, but each bucket waits twice for the slowest rank.
+        size = 25.0
+    departures = Departures(config.timeout)
+    replicas = DynamicDDP(parts.module, build, context.log, departures, size, hook, context.traffic)
+    parts.forward, parts.no_sync = replicas, replicas.no_sync
+
+
 class Build(Protocol):
     def __call__(self, *, again: bool, bucket_mb: float | None) -> DistributedDataParallel: ...
 
@@ -114,8 +129,10 @@ class DynamicDDP:
         departures: Departures,
         bucket_mb: float | None = None,
         hook: CommHook | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
-        """`hook`: what `build` registers on each wrapper."""
+        """`hook`: what `build` registers on each wrapper. `traffic` counts what DDP sends besides gradients, which the
+        hook counts."""
         self._build, self._log, self._step, self._bucket_mb, self.hook = build, log, step, bucket_mb, hook
         self.carried: WeightInBucket | None = None
         self.sends_weight = False  # the backward of the last forward reduces `carried` as well
@@ -128,7 +145,7 @@ class DynamicDDP:
         self._kept: dict[Flags, DistributedDataParallel] = {}
         self._sync, self._unreduced = True, False
         self._before: list[GradientMark] | None = None
-        self.traffic: Traffic | None = None  # counts what DDP sends besides gradients, which its hook counts
+        self._traffic = traffic
         # Called with a new wrapper and the next batch. A first backward makes DDP rebuild its buckets.
         self.warm_up: Callable[[Forward, Any], None] | None = None
 
@@ -145,8 +162,8 @@ class DynamicDDP:
             ddp.require_backward_grad_sync = self._sync
         self._unreduced = not self._sync
         self.sends_weight = self._sync and self.carried is not None
-        if self.traffic is not None:
-            self._count(self.traffic)
+        if self._traffic is not None:
+            self._count(self._traffic)
         return ddp(batch)
 
     def _count(self, traffic: Traffic) -> None:

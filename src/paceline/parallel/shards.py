@@ -34,9 +34,9 @@ def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
     if mesh.local_replicas > 1:
         del place["replicate"]
     if isinstance(parameter, DTensor):
-        for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-            if not placement.is_replicate():
-                place.pop(axis)
+        own = parameter.device_mesh  # may have other axes than that of the run
+        for axis, placement in zip(own.mesh_dim_names or (), parameter.placements, strict=True):
+            place[axis] = own.get_local_rank(axis) if placement.is_replicate() else 0
     return not any(place.values())
 
 

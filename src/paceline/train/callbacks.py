@@ -143,7 +143,7 @@ def gradient_hook(callbacks: Callbacks, engine: Engine) -> Callable[[], None] | 
 
     @torch.no_grad()
     def call() -> None:
-        held = engine.sharded.held_of if engine.sharded is not None else lambda parameter: parameter
+        held = engine.bound.held.held_of if engine.bound.held is not None else lambda parameter: parameter
         found = {name: held(parameter).grad for name, parameter in engine.model.named_parameters()}
         gradients = {name: local_shard(gradient) for name, gradient in found.items() if gradient is not None}
         callbacks.call("on_gradients", Gradients(engine.position.step + 1, gradients))

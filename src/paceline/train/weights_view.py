@@ -65,7 +65,7 @@ class WeightsView:
 
 def weights_view(engine: Engine) -> WeightsView:
     replicas = engine.replica_average
-    view = WeightsView(engine.model, engine.mesh, engine.sharded is not None, engine.model.state_dict)
+    view = WeightsView(engine.model, engine.mesh, engine.bound.held is not None, engine.model.state_dict)
     if replicas is not None:
         view = replace(view, swapped=replicas.swapped)
     return view if engine.average is None else replace(view, averaged=partial(_averaged, engine.average, replicas))

@@ -48,7 +48,7 @@ class ModelState(ShardedStateful):
         paths: dict[int, str] = {}
         extra: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
-        copies = engine.tied_copies
+        copies = engine.parts.tied_copies
         is_first = (engine.mesh.data_rank if engine.replica_average is None else engine.mesh.coords["shard"]) == 0
         for name, value in self._view.entries(keep_vars=True).items():
             path = f"model/{name}"
@@ -76,7 +76,7 @@ class ModelState(ShardedStateful):
 
     def _saved_names(self) -> dict[str, Tensor]:
         """The model's tensors by their names in the checkpoint."""
-        copies = self._engine.tied_copies
+        copies = self._engine.parts.tied_copies
         entries = self._view.entries(keep_vars=True)
         return {copies.get(name, name): tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
 
@@ -146,7 +146,7 @@ class EmaState(ShardedStateful):
         self._parameters = dict(engine.model.named_parameters())  # those that are averaged
 
     def sharded_state(self) -> ShardedState:
-        average, copies, state = self._engine.average, self._engine.tied_copies, ShardedState()
+        average, copies, state = self._engine.average, self._engine.parts.tied_copies, ShardedState()
         for name, tensor in {} if average is None else average.state_dict().items():
             if name not in copies:
                 state.tensors[f"ema/{name}"] = shard_of(tensor, self._parameters[name])
@@ -160,7 +160,7 @@ class EmaState(ShardedStateful):
 
     def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
         """The path that each average is read from."""
-        copies = self._engine.tied_copies
+        copies = self._engine.parts.tied_copies
         saved = {name: copies.get(name, name) for name in average.state_dict()}
         has = checkpoint.manifest.entry
         return {name: f"{'model' if has(f'ema/{own}') is None else 'ema'}/{own}" for name, own in saved.items()}

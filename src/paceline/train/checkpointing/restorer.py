@@ -160,13 +160,13 @@ class Restorer:
         self._state.apply(loaded)
         engine.updater.keep_buffers()
         if not manifest.optimizer:
-            reset_state(engine.optimizer)
+            reset_state(engine.bound.optimizer)
             if loaded.values["scheduler"]:  # the reset optimizer does not have its rates yet
                 self._rates.from_scheduler()
 
     def _start_over(self) -> None:
         """Start at step 0 with the loaded weights."""
-        reset_state(self._engine.optimizer)
+        reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
         if self._engine.compression is not None:
             self._engine.compression.load({}, {})

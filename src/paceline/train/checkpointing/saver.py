@@ -49,7 +49,7 @@ class Saver:
         self._failures = 0
         self.last_cost: SaveResult | None = None
         # Whether no rank has all of the weights: parameters are sharded, or replicas train apart.
-        self._in_parts = engine.sharded is not None or engine.replica_average is not None
+        self._in_parts = engine.bound.held is not None or engine.replica_average is not None
         # Whether no rank has all of the state: nor does it, if what reduces gradients has its own on each.
         self._together = self._in_parts or engine.ranks_have_state
         self._final = Departures(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
@@ -83,7 +83,7 @@ class Saver:
     @property
     def can_plan(self) -> bool:
         """Whether the optimizer has its state: fp16 skips the first steps, until the loss scale is low enough."""
-        return bool(self._engine.optimizer.state) or not self._engine.scaler.is_enabled()
+        return bool(self._engine.bound.optimizer.state) or not self._engine.scaler.is_enabled()
 
     def _open_writer(self) -> Writer:
         self._writer = self._writer or Writer(self.group(), without_access=self._run.without_access)

@@ -87,9 +87,8 @@ class RoundState(ShardedStateful):
     def __init__(self, engine: Engine, local_steps: LocalSteps) -> None:
         self._engine, self._local_steps = engine, local_steps
         self._place = replica_place(engine)
-        self._parameters = {
-            name: parameter for name, parameter in engine.model.named_parameters() if name not in engine.tied_copies
-        }
+        named, copies = engine.model.named_parameters(), engine.parts.tied_copies
+        self._parameters = {name: parameter for name, parameter in named if name not in copies}
 
     def sharded_state(self) -> ShardedState:
         state = ShardedState()
