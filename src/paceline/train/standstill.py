@@ -160,9 +160,8 @@ def end() -> None:
     from paceline.diagnose.hang import rank_monitor
 
     global _progress, _hangs
-    for duty in (_progress, _hangs):
-        if duty is not None:
-            rank_monitor.current().detach(duty.tick)
+    for ticks in [each for each in (_progress, _hangs) if each is not None]:
+        rank_monitor.current().detach(ticks.tick)
     _progress = _hangs = None
 
 

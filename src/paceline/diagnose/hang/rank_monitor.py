@@ -10,7 +10,6 @@ core per tick. Only when the rank stands still are its pending operations and it
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import time
@@ -56,6 +55,10 @@ class RankMonitor:
         self.tick()  # the code of the rank may hold the GIL from its first line on
         self._thread.start()
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._stop.is_set()
+
     def attach(self, tick: Callable[[], float]) -> None:
         """Call this as well, from the next tick on. It returns in how many seconds again; a RuntimeError ends it."""
         self._attached = [*self._attached, _Attached(tick, 0.0)]
@@ -65,6 +68,8 @@ class RankMonitor:
         self._attached = [each for each in self._attached if each.tick != tick]
         if self._working.acquire(timeout=_END_SECONDS):
             self._working.release()
+        if self._page is None and not self._attached:
+            self.stop()
 
     def stop(self) -> None:
         """Call before the interpreter exits."""
@@ -161,10 +166,9 @@ def start(page: Path | None, heartbeat: Path | None) -> RankMonitor:
 
 
 def current() -> RankMonitor:
-    """That of this process, started if no launcher of ours has."""
-    if _monitor is None or _monitor.pid != os.getpid():
-        atexit.register(start(None, None).stop)
-    assert _monitor is not None
+    """That of this process, started if no launcher of ours has. It ends when nothing is attached any more."""
+    if _monitor is None or _monitor.pid != os.getpid() or _monitor.is_stopped:
+        return start(None, None)
     return _monitor
 
 

@@ -112,6 +112,13 @@ def test_the_page_is_written_after_an_error_of_what_is_attached(
 def test_without_a_page_only_the_rest_is_done(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankMonitor, "_run", lambda self: None)
     monitor, done = RankMonitor(None, None, clock), list[float]()
-    monitor.attach(lambda: done.append(clock.now) or 1.0)  # type: ignore[func-returns-value]
+
+    def work() -> float:
+        done.append(clock.now)
+        return 1.0
+
+    monitor.attach(work)
     monitor.tick()
-    assert done == [100.0]
+    assert done == [100.0] and not monitor.is_stopped
+    monitor.detach(work)
+    assert monitor.is_stopped  # nobody needs it
