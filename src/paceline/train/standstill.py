@@ -160,8 +160,9 @@ def end() -> None:
     from paceline.diagnose.hang import rank_monitor
 
     global _progress, _hangs
-    for ticks in [each for each in (_progress, _hangs) if each is not None]:
-        rank_monitor.current().detach(ticks.tick)
+    for each in (_progress, _hangs):
+        if each is not None:
+            rank_monitor.current().detach(each.tick)
     _progress = _hangs = None
 
 

@@ -1,8 +1,5 @@
-"""Connects the section `sync` with the parameters and the mesh of this rank: local steps (`every`), the average of
-replicas that train apart, and compressed gradients (`compress`), which are a communication hook of DDP.
-
-A compression has a process group of its own. Its collectives follow each other in the background of a backward, in
-which batch norms and the weight of a step are reduced as well: in one group, gloo might match those of different kinds.
+"""Connects the section `sync` with the parameters and the mesh of this rank: local steps (`every`), and the average of
+replicas that train apart.
 
 Between two rounds of local steps replicas hold different weights, buffers, averages (EMA) and optimizer state. Whatever
 leaves the run (evaluations, state dicts, exports, checkpoints) is their mean. Training continues with the values of
@@ -25,17 +22,14 @@ from torch import Tensor, nn
 from paceline.config.recipe import Config
 from paceline.log import Log
 from paceline.models.weights import as_moved, checksum
-from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.shards import local_shard
-from paceline.parallel.sync.compression import Compression, build_compression
 from paceline.parallel.sync.exchange import Exchange
 from paceline.parallel.sync.local_steps import LocalSteps, has_gaps
-from paceline.plan.layout import Degrees
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import uses_local_steps
-from paceline.runtime import collectives, process_group
+from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first
-from paceline.text import format_sent, plural
+from paceline.text import plural
 
 _PIECE = 64 << 20  # bytes that are averaged at once: the memory that a save takes on a GPU
 
@@ -70,42 +64,6 @@ def build_local_steps(
 def replicas_differ(local_steps: LocalSteps | None) -> bool:
     """Whether replicas have different weights now, as they do between two rounds."""
     return local_steps is not None and local_steps.replicas_differ
-
-
-def compression_for(config: Config, degrees: Degrees, traffic: Traffic | None, log: Log) -> Compression | None:
-    """The compression of gradients, if the recipe has one and there are several ranks. Collective."""
-    section = config.sync
-    if section is None or section.compress is None or section.every is not None:
-        return None
-    if degrees.world == 1:
-        log.info(f"sync.compress: {section.compress} is not used, there is one rank")
-        return None
-    return build_compression(section, Exchange(process_group.new_group("gradients"), traffic))
-
-
-def hook_for(compression: Compression, config: Config) -> CommHook:
-    assert config.sync is not None
-    name = f"sync.compress: {config.sync.compress}"
-    return CommHook(lambda state, bucket: state.reduce(bucket), compression, name)
-
-
-def begin(compression: Compression, module: nn.Module, config: Config, log: Log) -> None:
-    """Name the parameters of the module that DDP wraps, and log what is saved."""
-    assert config.sync is not None
-    names: dict[Tensor, str] = {}
-    for name, parameter in module.named_parameters():
-        names[parameter] = name.removeprefix("model.")
-    compression.begin(names)
-    trained = [parameter for parameter in names if parameter.requires_grad]
-    sent = [compression.sent_bytes(parameter) for parameter in trained]
-    compressed = sum(1 for few, parameter in zip(sent, trained, strict=True) if few < parameter.nbytes)
-    total, dense = sum(sent), sum(parameter.nbytes for parameter in trained)
-    rank = f" rank {config.sync.rank}" if config.sync.compress == "powersgd" else ""
-    log.info(
-        f"sync: {config.sync.compress}{rank}: gradients take {format_sent(total)} instead of "
-        f"{format_sent(dense)} ({dense / total:.1f} × less); {compressed} of {plural(len(trained), 'parameter')} "
-        "compressed"
-    )
 
 
 class ReplicaAverage:

@@ -4,7 +4,7 @@
     ema/<name>                       EMA weights
     optimizer/<name>/<key>           optimizer state of a parameter: tensors
     optimizer-values/<name>/<key>    and plain numbers
-    compression/…, comm-state/…      what reduces gradients (sync_state.py)
+    compression/…, comm-state/…      what reduces gradients: see features/compress.py
     random/rank-<r>/<generator>      random state of each rank
     outer/…, replicas/<r>/…          of replicas that train apart: see sync_state.py
 
@@ -25,15 +25,7 @@ from paceline.runtime import rng
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import EmaState, ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
-from paceline.train.checkpointing.sync_state import (
-    COMM_STATE,
-    COMPRESSION,
-    CompressionState,
-    HookState,
-    ReplicaScaler,
-    RoundState,
-    replica_place,
-)
+from paceline.train.checkpointing.sync_state import ReplicaScaler, RoundState, replica_place
 from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.first_step import BucketSizeState
@@ -55,8 +47,7 @@ def training_state(
         StateEntry("position", engine.position),
         StateEntry("outcome", policy),
         StateEntry("callbacks", callbacks),
-        StateEntry(COMPRESSION, CompressionState(engine)),
-        StateEntry(COMM_STATE, HookState(engine)),
+        *engine.reduction.state(engine.world, engine.log),
         StateEntry("random", RandomState(engine), per_rank=True),
     ]
     if (criterion := engine.task.stateful_loss) is not None:

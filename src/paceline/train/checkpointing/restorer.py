@@ -168,8 +168,7 @@ class Restorer:
         """Start at step 0 with the loaded weights."""
         reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
-        if self._engine.compression is not None:
-            self._engine.compression.load({}, {})
+        self._engine.reduction.reset()
         if self._engine.local_steps is not None:
             self._engine.local_steps.load_state_dict({})
 
