@@ -242,11 +242,6 @@ class RankPageWriter:
             with suppress(OSError):
                 os.pwrite(self._descriptor, bytes([is_waiting]), 2 * _COPY)
 
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
 
 def pack_ranks(ranks: Iterable[int]) -> list[list[int]]:
     """Ranks as runs of [first, number, stride]: groups of a mesh have one, and a group may have thousands of ranks."""
