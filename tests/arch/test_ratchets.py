@@ -22,7 +22,7 @@ SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 
-LINES = 59_548  # of all files, with blank lines and docstrings
+LINES = 59_651  # of all files, with blank lines and docstrings
 ENGINE_FIELDS = 32
 ENGINE_IMPORTS = 46
 ASSIGNED_FROM_OUTSIDE = 10  # attributes of the step and of the update of the optimizer
