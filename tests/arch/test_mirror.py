@@ -58,7 +58,6 @@ ELSEWHERE = {
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/method_check": ["faults/test_different_calls", "faults/test_on_error"],
     "runtime/collective_check": ["faults/test_mismatches", "ranks/test_collectives"],
-    "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],
     "train/checkpointing/sync_state": ["ranks/test_local_state"],
     "train/features/compress": ["ranks/test_compressed_training", "ranks/test_comm_hook"],
     "train/sync_setup": ["ranks/test_local_state"],
