@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,18 +19,15 @@ from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule, parameters_of_loss
-from paceline.models.model_call import infer_call, stateful
+from paceline.models.model_call import infer_call
 from paceline.models.spec import find_blocks
-from paceline.models.weights import PowerIterations, convert_state, input_change
-from paceline.optim.ema import Ema
+from paceline.models.weights import convert_state, input_change
 from paceline.optim.optimizers import build_optimizer, fill_momentum
 from paceline.parallel import parallelize
-from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import track_used
 from paceline.parallel.optimizer_binding import bind, names_of
 from paceline.parallel.pipeline.stage_partition import partition_model
-from paceline.parallel.shards import local_shard
 from paceline.parallel.split import devices_of
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.layout import AXIS_NAMES, derive_layout
@@ -44,10 +41,11 @@ from paceline.train import recipe_objects, resolve_layout, standstill, sync_setu
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.checks import foreign_steps, preflight, same_model, unsupported, wrapped_model
 from paceline.train.checks.collective_order import check_order
-from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
-from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
+from paceline.train.features import ema, gradient_hooks, nonfinite, table
+from paceline.train.features.context import FeatureContext
+from paceline.train.features.schedule import LearningRate
 from paceline.train.graph_step import GraphedStep
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
@@ -59,25 +57,7 @@ from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replica
 from paceline.train.telemetry import Telemetry
 from paceline.train.throughput import ModelFlops, Throughput
 from paceline.train.train_step import TrainStep
-
-
-@dataclass
-class UserObjects:
-    """Objects that the user passes to the Trainer besides the model."""
-
-    optimizer: torch.optim.Optimizer | None = None
-    loss_fn: Callable[[Any, Any], Any] | None = None
-    criterion: Callable[..., Any] | None = None
-    scheduler: Any = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    comm_hook: CommHook | None = None
-    notes: Sequence[str] = ()  # about the recipe, for the log
-
-    @property
-    def stateful_loss(self) -> nn.Module | None:
-        return stateful(self.criterion, self.loss_fn)
-
+from paceline.train.user_objects import UserObjects
 
 DeviceLike = str | int | torch.device | None
 
@@ -123,7 +103,10 @@ class Engine:
             local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
         )
         unsupported.require_replicated_criterion(task.stateful_loss, config, self.layout.degrees)
-        self._original_names, self._original_hooks = names_of(self.named_parameters()), hooks_of(self.model)
+        self._original_names, self._original_hooks = (
+            names_of(self.named_parameters()),
+            gradient_hooks.hooks_of(self.model),
+        )
         if task.optimizer is not None:
             self._report_untrained(task.optimizer)
         self._block_names = [name for name, _ in find_blocks(self.model)]  # those of the recipe may differ by layout
@@ -140,7 +123,7 @@ class Engine:
         self.position = TrainProgress()
         checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
         self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
-        self.checked = self._warned = False
+        self.checked = False
 
     def _compose(self) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
@@ -249,14 +232,9 @@ class Engine:
 
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
-        self.average: Ema | None = None
-        if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
-            shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
-            self.average = Ema(shards, config.ema.decay, config.ema.warmup)
+        self.average = ema.average_of(self.model, config)
         self.draw = noise_context(config, self.model, self._block_names, self.mesh, self.wrapped, self.task.loss_fn)
-        watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
-        self.watch = NonfiniteGuard(self.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
-        self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
+        self.is_bad = nonfinite.bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
         self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
         self.replica_average = (
             None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
@@ -264,9 +242,6 @@ class Engine:
         self.warn = refuse_forward if config.fixed_order else self.log.warning
         self.hooks = HookTable()
         self.stepper = self._choose_step()
-        if self.watch is not None and config.nonfinite == "raise":
-            # One rank may block its updates; `stop` relies on the norm, which all ranks know.
-            self.hooks.set(Hooks(name="nonfinite", on_losses=self.watch.check_losses))
         user_code = [self.task.criterion, self.task.loss_fn]
         how = {"eager": not config.compile, "countable": not self.wrapped.slices}
         flops = ModelFlops(self.module, self.hooks, self.mesh, self.draw, user_code, **how)
@@ -276,10 +251,12 @@ class Engine:
         if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.wrapped.forward, DynamicDDP):
             busy = self.rates.own_time
             self.hooks.set(Hooks(name="stragglers", before_backward=busy.arrived, after_backward=busy.left))
-        if power_iterations := PowerIterations(self.model):
-            self.hooks.set(Hooks(name="power_iterations", before_forward=power_iterations.allow))
+        scheduled = (config, self.optimizer, self.task.scheduler, self.hooks)
+        self.schedule = LearningRate(*scheduled, owned=self.owns_optimizer, apart=self.local_steps is not None)
+        given = (config, self.task, self.world, self.log, self.model, self.module, self.wrapped.forward)
+        made = (self.optimizer, self.sharded, self.scaler, self.schedule, self.average, self.local_steps, self.hooks)
+        table.add_features(FeatureContext(*given, self._original_hooks, *made))
         self._build_updater()
-        self.graphed = GraphedStep(self.module, self.stepper, self.updater, self.log) if config.graph else None
 
     def _choose_step(self) -> TrainStep:
         config, forward = self.config, self.wrapped.forward
@@ -294,41 +271,27 @@ class Engine:
 
     def _build_updater(self) -> None:
         config = self.config
-        self.updater = OptimizerUpdate(
-            self.optimizer,
-            self.module,
-            scaler=self.scaler,
-            average=self.average,
-            clip_norm=config.clip_norm,
-            clip_value=config.clip_value,
-            nonfinite=config.nonfinite,
-            watch=self.watch,
-            sharded=self.sharded,
-        )
-        self.updater.local_steps = self.local_steps
+        self.updater = OptimizerUpdate(self.optimizer, self.module, self.sharded, self.hooks)
         if isinstance(self.wrapped.forward, DynamicDDP):
             self.wrapped.forward.warm_up = self._warm_up
-            if config.unused_parameters == "error" and not config.ddp.static_graph:
-                self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.wrapped.forward)
         if self.world.size > 1 or self.sharded is not None:
-            self.defer_hooks()
             foreign_steps.refuse_foreign_steps(self.optimizer, self.updater)
-        if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.optimizer):
-            self.log.info(
-                f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
-            )
+        self.graphed: GraphedStep | None = None
+        if config.graph:
+            parts = (self.module, self.stepper, self.updater, self.schedule, self.log)
+            waits = config.nonfinite != "raise" or self.scaler.is_enabled()
+            has_callback = bool(self.task.callbacks.hooks["on_gradients"])
+            self.graphed = GraphedStep(*parts, waits=waits, has_callback=has_callback)
 
-    def defer_hooks(self) -> None:
-        """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
-        if self.updater.gradient_hooks is None:
-            self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
-            self.hooks.set(Hooks(name="gradient_hooks", before_forward=self._defer_hooks_of_step))
-        else:
-            self.updater.gradient_hooks.defer()
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a feature keeps the parameters as they are."""
+        return any(veto() for veto in self.hooks.vetoes)
 
-    def _defer_hooks_of_step(self, first: bool) -> None:
-        if first and self.updater.gradient_hooks is not None:
-            self.updater.gradient_hooks.defer()
+    def reset_features(self) -> None:
+        """Call after a checkpoint was loaded, or a bad step was reported."""
+        for reset in self.hooks.reset:
+            reset()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         cast = policies.input_cast(self.config.precision)
@@ -355,20 +318,14 @@ class Engine:
         self.updater.discard_gradients()
         self.follow_optimizer()
         if self.graphed is not None:
-            self.graphed.user_code_ran = True
+            self.graphed.after_user_code()
 
     def follow_optimizer(self) -> None:
         """Take over parameter groups that were added to the optimizer, and learning rates that have no effect."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self.optimizer_names):
             self._adopt_groups()
-        updater = self.updater
-        if updater.learning_rate is not None and updater.lr and groups[0]["lr"] != updater.lr and not self._warned:
-            self._warned = True
-            self.log.warning(
-                f"the learning rate was set to {groups[0]['lr']:g} during training, but the schedule "
-                f"({self.config.schedule.name}) sets it before every step: remove the schedule to set it yourself"
-            )
+        self.schedule.warn_if_set(self.log.warning)
 
     def _adopt_groups(self) -> None:
         if self.sharded is not None:

@@ -27,20 +27,20 @@ from paceline.parallel.data_parallel import Reduce, broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record
 from paceline.train import first_step, loop, oom, recipe_objects
-from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
+from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.checks import nonfinite, preflight
+from paceline.train.checks import preflight
 from paceline.train.checks.wrapped_model import check_comm_hook
 from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
-from paceline.train.engine import DeviceLike, Engine, UserObjects
+from paceline.train.engine import DeviceLike, Engine
 from paceline.train.evaluate import EvaluationPolicy
+from paceline.train.features import nonfinite
 from paceline.train.loaders import Loaders
 from paceline.train.loop import StepActions
-from paceline.train.lr import LearningRate
 from paceline.train.oom import BatchSizeFinder
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import Interrupted, RankPoll, Signals
@@ -48,6 +48,7 @@ from paceline.train.recipe_objects import MetricsLike, build_metrics, drop_inher
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
 from paceline.train.trainer_methods import TrainerMethods, WeightsView
+from paceline.train.user_objects import UserObjects
 
 
 @document_settings
@@ -127,8 +128,9 @@ class Trainer(TrainerMethods, MethodHints):
         config = Config.from_dict(values, origin=KEYWORDS)
         hook = check_comm_hook(comm_hook, comm_state)
         measured = build_metrics(config, functions, model, criterion)
-        task = UserObjects(optimizer, loss_fn, criterion, scheduler, measured, collate_fn, hook)
-        self._set_up(config, model, task, callbacks, device)
+        called = Callbacks(callbacks)
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, measured, collate_fn, hook, called)
+        self._set_up(config, model, task, device)
 
     @classmethod
     def from_config(
@@ -161,21 +163,19 @@ class Trainer(TrainerMethods, MethodHints):
         trainer = cls.__new__(cls)
         config, notes = drop_inherited_options(config)
         model = model or recipe_objects.build_model(config)
-        task = UserObjects(metrics=build_metrics(config, metrics, model), notes=notes)
-        trainer._set_up(config, model, task, callbacks, config.device)
+        measured = build_metrics(config, metrics, model)
+        task = UserObjects(metrics=measured, callbacks=Callbacks(callbacks), notes=notes)
+        trainer._set_up(config, model, task, config.device)
         return trainer
 
-    def _set_up(
-        self, config: Config, model: nn.Module, task: UserObjects, callbacks: Sequence[Any], device: DeviceLike
-    ) -> None:
-        self._callbacks = Callbacks(callbacks)
+    def _set_up(self, config: Config, model: nn.Module, task: UserObjects, device: DeviceLike) -> None:
+        self._callbacks = task.callbacks
         # Before the engine initializes CUDA.
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model = engine.world, engine.model
         self.optimizer, self.scaler = engine.optimizer, engine.scaler
-        engine.updater.on_gradients = gradient_hook(self._callbacks, engine)
-        self._rates = LearningRate(config, engine.updater, task.scheduler, owns_optimizer=engine.owns_optimizer)
+        self._rates = engine.schedule
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
         about = (engine.world, engine.log, engine.model, engine.position)
         self._run = run_handle.open(config, *about, engine.telemetry.opened)
@@ -386,7 +386,8 @@ class Trainer(TrainerMethods, MethodHints):
         if loader is not None and loader.repeatable:
             micros = engine.ready(loader.micros(record["step"] - 1, None))
         seen = seen and not self.config.fixed_order  # the loss of a step is then that of all ranks
-        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch, seen=seen)
+        error = nonfinite.report(record, engine.module, micros, engine.draw, seen=seen)
+        engine.reset_features()
         if self.config.nonfinite == "raise" or not may_stop:
             raise error
         engine.log.warning(str(error))

@@ -36,8 +36,8 @@ from paceline.train.checkpointing.sync_state import (
 )
 from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
+from paceline.train.features.schedule import LearningRate
 from paceline.train.first_step import BucketSizeState
-from paceline.train.lr import LearningRate
 
 
 def training_state(

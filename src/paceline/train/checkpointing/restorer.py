@@ -33,7 +33,7 @@ from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, req
 from paceline.train.checkpointing.sync_state import report_other_replicas
 from paceline.train.checks.run_setup import COUNTERS
 from paceline.train.engine import Engine
-from paceline.train.lr import LearningRate
+from paceline.train.features.schedule import LearningRate
 
 # Keys that do not affect training.
 _NOT_TRAINING = {
@@ -118,9 +118,7 @@ class Restorer:
         self._run.parent, self._position = parent, dict(position)
         self._run.data = {key: value for key, value in position.items() if key not in (SETUP, TOGETHER)}
         self._engine.setup.keep_data(position.get(SETUP, {}))
-        self._engine.updater.lr = 0.0  # none was used yet
-        if self._engine.watch is not None:
-            self._engine.watch.reset()
+        self._engine.reset_features()
 
     def _log_recipe_changes(self, recipe: Mapping[str, Any]) -> None:
         """A resumed run uses the current recipe, so differences from the saved one are logged."""
@@ -158,7 +156,6 @@ class Restorer:
             counters = {key: saved[key] for key in COUNTERS if key in saved}
             loaded = replace(loaded, values={**loaded.values, "scheduler": counters})
         self._state.apply(loaded)
-        engine.updater.keep_buffers()
         if not manifest.optimizer:
             reset_state(engine.optimizer)
             if loaded.values["scheduler"]:  # the reset optimizer does not have its rates yet
