@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.diagnose.evidence import RankEvidence
+from paceline.diagnose.hang.evidence import RankEvidence
 from paceline.errors import PacelineError
 from paceline.launcher.local import hang_detector
 from paceline.run import heartbeat

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import nodes
 import paceline
 from paceline import dist
-from paceline.diagnose.progress_limits import NoProgress
+from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.runtime import environment
 from paceline.runtime.whereabouts import Post
 from paceline.train.standstill import describe

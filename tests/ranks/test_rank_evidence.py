@@ -16,8 +16,8 @@ from torch import nn
 
 from observed import Pages, all_stand_still, observe
 from paceline import dist
-from paceline.diagnose.evidence import Operation, RankEvidence, ranks_from_json
-from paceline.diagnose.stacks import state_of
+from paceline.diagnose.hang.evidence import Operation, RankEvidence, ranks_from_json
+from paceline.diagnose.hang.process_stacks import state_of
 from paceline.run.heartbeat import RankPage
 
 

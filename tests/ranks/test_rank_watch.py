@@ -14,7 +14,7 @@ import forked
 import paceline
 from observed import Pages, observe
 from paceline import dist
-from paceline.diagnose.stacks import state_of
+from paceline.diagnose.hang.process_stacks import state_of
 from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
 from paceline.runtime import environment, rank_watch

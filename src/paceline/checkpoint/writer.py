@@ -260,7 +260,12 @@ class _SaveJob:
             try:
                 self.after(self.target)
             except OSError as error:
-                raise _not_tidied(self.target, error) from error
+                raise CheckpointError(
+                    "not-tidied",
+                    f"Checkpoint {self.target} was saved, but updating its folder failed: {error.strerror or error}.",
+                    why="the latest pointer could not be updated, or an older checkpoint could not be removed",
+                    fix="check the free space and the permissions of the folder; the next save tries again",
+                ) from error
         return {}
 
     def _not_written(self, reason: str) -> CheckpointError:
@@ -277,15 +282,6 @@ class _SaveJob:
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
-
-
-def _not_tidied(target: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        "not-tidied",
-        f"Checkpoint {target} was saved, but updating its folder failed: {error.strerror or error}.",
-        why="the latest pointer could not be updated, or an older checkpoint could not be removed",
-        fix="check the free space and the permissions of the folder; the next save tries again",
-    )
 
 
 def _manifest(description: Description, reports: list[dict[str, Any]], created: str) -> Manifest:

@@ -1,4 +1,4 @@
-"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim.
+"""Batches: tensors nested in tuples, lists and dicts, with samples along the first dim; and their way to the device.
 
 A list inside a batch may also have one item per sample, as detection models expect: ([image, …], [{"boxes": …}, …]).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -15,15 +15,20 @@ import torch
 
 from paceline.errors import DataError
 
+if TYPE_CHECKING:
+    from paceline.data.loader import MicroBatch
+
 _SHOWN = 8
 _SKETCHED = 64  # values, or characters
-
-
 _LARGE = 1 << 18  # elements; larger tensors are no masks, and take time
+# Bytes of a tensor that are copied on the compute stream: CUDA takes up to 64 KiB at once, even from pageable memory,
+# and switching streams takes longer than such a copy.
+_ON_COMPUTE_STREAM = 1 << 16
 _ORDERED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 # What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a
 # list of samples.
 Kind = Literal["parts", "lists", "items"]
+Cast = Callable[[torch.Tensor], torch.Tensor]
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -250,3 +255,65 @@ def _like(batch: Any, values: Any) -> Any:
             same_kind[key] = value
         return same_kind
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def to_device(micros: Iterator[MicroBatch], device: torch.device, cast: Cast | None) -> Iterator[MicroBatch]:
+    """Each micro-batch on `device`, with `cast` applied to its tensors. Large ones are copied to a GPU one step ahead,
+    on a side stream, to overlap copies with compute."""
+    if device.type == "cuda":
+        return _prefetched(micros, device, cast)
+    if device.type == "cpu" and cast is None:
+        return micros  # already there
+    return _moved(micros, device, cast)
+
+
+def _moved(micros: Iterator[MicroBatch], device: torch.device, cast: Cast | None) -> Iterator[MicroBatch]:
+    for micro in micros:
+        micro.batch = apply(micro.batch, lambda tensor: _cast(tensor.to(device), cast))
+        yield micro
+
+
+def _cast(tensor: torch.Tensor, cast: Cast | None) -> torch.Tensor:
+    return tensor if cast is None else cast(tensor)
+
+
+def _prefetched(micros: Iterator[MicroBatch], device: torch.device, cast: Cast | None) -> Iterator[MicroBatch]:
+    side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    copied: list[torch.Tensor] = []  # of one micro-batch, on the side stream
+    ahead: tuple[MicroBatch, list[torch.Tensor], torch.cuda.Event] | None = None
+
+    def put(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device or tensor.nbytes <= _ON_COMPUTE_STREAM:
+            return _cast(tensor.to(device, non_blocking=True), cast)
+        with torch.cuda.stream(side):
+            copied.append(_cast(tensor.to(device, non_blocking=True), cast))
+        return copied[-1]
+
+    for micro in micros:
+        copied = []
+        if cast is not None or not _is_flat_on(device, micro.batch):
+            micro.batch = apply(micro.batch, put)
+        done = side.record_event() if copied else None
+        if ahead is not None:
+            yield _arrived(*ahead, compute)
+        ahead = None if done is None else (micro, copied, done)
+        if ahead is None:
+            yield micro
+    if ahead is not None:
+        yield _arrived(*ahead, compute)
+
+
+def _is_flat_on(device: torch.device, batch: Any) -> bool:
+    """Whether this is a tuple or list of tensors on the device."""
+    parts = batch if type(batch) in (tuple, list) else ()
+    return {part.device if type(part) is torch.Tensor else None for part in parts} == {device}
+
+
+def _arrived(
+    micro: MicroBatch, copied: list[torch.Tensor], done: torch.cuda.Event, compute: torch.cuda.Stream
+) -> MicroBatch:
+    """Make the compute stream wait for this copy only, and record its use of the memory for the allocator."""
+    compute.wait_event(done)
+    for tensor in copied:
+        tensor.record_stream(compute)
+    return micro

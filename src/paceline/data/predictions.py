@@ -10,7 +10,7 @@ They are gathered in blocks, so that the device never holds more than a block of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from paceline.runtime.collectives import Group
 Column = list[Any]  # one part of the outputs: a tensor, or a list of items, for every batch
 _PLAIN = (bool, int, float, str, type(None))
 _BLOCK_BYTES = 64 << 20  # of one rank
-_TENSOR: Any = "<tensor>"  # marks the place of a tensor for ranks without rows
 
 
 def gather_outputs(batches: list[tuple[Any, int]], positions: list[int], device: torch.device) -> Any:
@@ -199,24 +198,22 @@ def _restore(described: Any, leaf: Callable[[Any], Any], like: Any = None) -> An
     return values
 
 
-def gather_in_order(local: list[Any], positions: list[int], device: torch.device, *, dst: int | None = None) -> Any:
-    """Gather the rows of all ranks on the CPU of every rank, ordered by their position in the data. With `dst`, only
-    that rank gets them. Collective: must be called on every rank, and at least one must have rows."""
-    skeletons = collectives.all_gather_object([apply(local[0], lambda _: _TENSOR)] if local else [])
-    like = local[0] if local else next(skeleton[0] for skeleton in skeletons if skeleton)
+def gather_in_order(local: list[Any], positions: list[int], device: torch.device, *, dst: int) -> Any:
+    """Gather the rows of all ranks on the CPU of rank `dst`, which must have some, ordered by their position in the
+    data; None on other ranks. Collective: must be called on every rank."""
     flat = [torch.cat(rows) for rows in zip(*(list(tensors_in(part)) for part in local), strict=True)]
-    shapes = collectives.all_gather_object({"positions": positions, "kinds": kinds_of(flat)})
-    counts = [len(rank["positions"]) for rank in shapes]
-    kinds = next(rank["kinds"] for rank in shapes if rank["positions"])
-    order = torch.tensor([place for rank in shapes for place in rank["positions"]]).argsort()
-    keeps = dst is None or dst == collectives.rank()
+    reports = collectives.all_gather_object({"positions": positions, "kinds": kinds_of(flat)})
+    counts = [len(report["positions"]) for report in reports]
+    order = torch.tensor([place for report in reports for place in report["positions"]]).argsort()
+    keeps = dst == collectives.rank()
     gathered = []
-    for number, (dtype, shape) in enumerate(kinds):
+    for number, (dtype, shape) in enumerate(reports[dst]["kinds"]):
         own = flat[number] if local else torch.empty((0, *shape), dtype=getattr(torch, dtype))
         rows = gather_rows(own, counts, device, keeps=keeps)
         if keeps:
             gathered.append(rows[order])
-    return _refill(like, iter(gathered)) if keeps else None
+    tensors = iter(gathered)
+    return apply(local[0], lambda _: next(tensors)) if keeps else None
 
 
 def kinds_of(tensors: list[Tensor]) -> list[list[Any]]:
@@ -240,17 +237,6 @@ def gather_rows(own: Tensor, counts: list[int], device: torch.device, *, keeps: 
             for rows, block_rows, count in zip(parts, received, counts, strict=True):
                 rows.append(block_rows[: max(0, count - start)].cpu())
     return torch.cat([block_rows for rows in parts for block_rows in rows]) if keeps else own
-
-
-def _refill(like: Any, tensors: Iterator[Tensor]) -> Any:
-    """Fill `tensors` into the structure of the rows. On a rank without samples `like` has marks for tensors."""
-    if isinstance(like, str) and like == _TENSOR:
-        return next(tensors)
-    if next(tensors_in(like), None) is not None:
-        return apply(like, lambda _: next(tensors))
-    if isinstance(like, Mapping):
-        return {key: _refill(part, tensors) for key, part in like.items()}
-    return [_refill(part, tensors) for part in like] if isinstance(like, (list, tuple)) else like
 
 
 class CollectedRows:

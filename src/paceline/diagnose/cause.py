@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import (
     EXIT_STATUSES,
     FIXES,
@@ -30,6 +29,7 @@ from paceline.diagnose.exits import (
     is_mismatch,
     peers,
 )
+from paceline.diagnose.hang.evidence import Hang
 from paceline.run.ledger import RunEnd
 from paceline.text import rank_names
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from paceline.config.launch import OnHang
 from paceline.diagnose.cause import Cause, find_cause, hang_cause
-from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit
+from paceline.diagnose.hang.evidence import Hang
 
 CRASH_LOOP = 77  # exit status
 _CRASH_LOOP_FAILURES = 3  # in the same step

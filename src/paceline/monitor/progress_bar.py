@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -40,27 +40,15 @@ class LogPoint:
     slow: str = ""  # the ranks that the others wait for
 
 
-class Display(Protocol):
-    completed: int
+class Display:
+    """Shows nothing: for ranks other than 0, and for `quiet: true`."""
 
-    def __enter__(self) -> Display: ...
-    def __exit__(self, *exc: object) -> None: ...
-    def show(self, point: LogPoint) -> None: ...
-
-
-def choose_display(total: int | None, done: int, log: Log, *, silent: bool) -> Display:
-    if silent:
-        return Silent(done)
-    return Bar(total, done) if sys.stdout.isatty() else Lines(total, done, log)
-
-
-class Silent:
-    """For ranks other than 0, and for `quiet: true`."""
-
-    def __init__(self, done: int) -> None:
+    def __init__(self, total: int | None, done: int) -> None:
         self.completed = done
+        self._pace = _Pace(total, done)
 
-    def __enter__(self) -> Display:
+    def __enter__(self) -> Self:
+        self._pace = _Pace(self._pace.total, self.completed)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -70,21 +58,22 @@ class Silent:
         pass
 
 
-class Lines:
+def choose_display(total: int | None, done: int, log: Log, *, silent: bool) -> Display:
+    if silent:
+        return Display(total, done)
+    return Bar(total, done) if sys.stdout.isatty() else Lines(total, done, log)
+
+
+class Lines(Display):
     """A line at the first and last log point, and at most one every few seconds in between."""
 
     SECONDS = 5.0
 
     def __init__(self, total: int | None, done: int, log: Log) -> None:
-        self.completed = done
+        super().__init__(total, done)
         self._log = log
-        self._pace = _Pace(total, done)
         self._next = 0.0
         self._pending: LogPoint | None = None
-
-    def __enter__(self) -> Lines:
-        self._pace = _Pace(self._pace.total, self.completed)
-        return self
 
     def __exit__(self, *exc: object) -> None:
         if self._pending is not None:
@@ -105,7 +94,7 @@ class Lines:
         self._log.info("  ".join(facts.values()))
 
 
-class Bar:
+class Bar(Display):
     """A live line. In a narrow terminal, the least important facts are omitted."""
 
     REFRESHES = 4.0  # per second
@@ -114,13 +103,12 @@ class Bar:
     DISPENSABLE = ("flops", "memory", "lr", "epoch", "sent", "wait", "bar", "rate", "slow", "left")
 
     def __init__(self, total: int | None, done: int, console: Console | None = None) -> None:
-        self.completed = done
-        self._pace = _Pace(total, done)
+        super().__init__(total, done)
         self._point: LogPoint | None = None
         self._live = Live(self, console=console or Console(), refresh_per_second=self.REFRESHES)
 
-    def __enter__(self) -> Bar:
-        self._pace = _Pace(self._pace.total, self.completed)
+    def __enter__(self) -> Self:
+        super().__enter__()
         self._live.start()
         return self
 

@@ -25,7 +25,7 @@ from collections import Counter
 
 import torch.distributed as torch_dist
 
-from paceline.diagnose.place import place_of
+from paceline.diagnose.hang.stack_place import place_of
 from paceline.errors import WorldError
 from paceline.runtime import collectives, whereabouts
 from paceline.runtime.whereabouts import Board, Post, progress

@@ -186,7 +186,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class RankPage:
-    """What a rank has written last. Groups and operations are as in diagnose/evidence.py, as JSON."""
+    """What a rank has written last. Groups and operations are as in diagnose/hang/evidence.py, as JSON."""
 
     time: float = 0.0  # of the write, by time.monotonic(), which is that of all processes of a machine
     pid: int = 0

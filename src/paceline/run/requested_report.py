@@ -16,6 +16,7 @@ from paceline.run.folder import RunFolder, short
 _REQUESTED = re.compile(r"^report: true\b", re.MULTILINE)
 _MAX_RECIPE = 1 << 20  # bytes
 _SECONDS = 120.0  # half a second is usual
+_MAX_MESSAGE = 2000  # characters, from the end
 
 
 def write_all(launch: RunFolder) -> None:
@@ -30,10 +31,21 @@ def write_all(launch: RunFolder) -> None:
 
 
 def write(folder: RunFolder) -> None:
-    """A report that can't be written does not change how a run ends."""
+    """A report that can't be written does not change how a run ends. The Ctrl-C that ends a run does not reach the
+    process that writes its report, which has a session of its own."""
     command = [sys.executable, "-P", "-m", "paceline", "report", str(folder.path), "-o", str(folder.report)]
     try:
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=_SECONDS,
+            check=True,
+            start_new_session=True,
+        )
         log.info(f"report: {short(folder.report)}")
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning(f"the report was not written: {getattr(error, 'stderr', None) or error}")
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning(f"the report was not written: {said[-_MAX_MESSAGE:]}")

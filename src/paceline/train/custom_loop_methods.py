@@ -24,7 +24,7 @@ from paceline.data import adopt
 from paceline.data.loader import Loader
 from paceline.errors import TrainError
 from paceline.models.losses import Loss
-from paceline.monitor.progress_bar import Silent
+from paceline.monitor.progress_bar import Display
 from paceline.plan import layout
 from paceline.plan.schedule import derive_schedule
 from paceline.run.history import History, Record
@@ -64,7 +64,7 @@ def open_custom_loop(
     run.began_at = position.step
     sinks = run.open_sinks(config)
     parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
-    recorder = Recorder(History(), sinks, Silent(position.step), *parts)
+    recorder = Recorder(History(), sinks, Display(None, position.step), *parts)
     recorder.begin()
     timed = run.folder is not None and config.save_minutes is not None
     actions = StepActions(

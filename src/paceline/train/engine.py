@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.components import OPTIMIZERS, PRECISIONS, OptimizerFacts
 from paceline.config.recipe import Config
+from paceline.data.batches import to_device
 from paceline.data.loader import MicroBatch
-from paceline.data.prefetch import to_device
 from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.models.loss_module import LossModule, parameters_of_loss

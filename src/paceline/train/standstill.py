@@ -28,10 +28,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from paceline.diagnose import exits
-from paceline.diagnose.evidence import RankEvidence, StackFrame
-from paceline.diagnose.hang import find_hang
-from paceline.diagnose.place import StackPlace, main_place, main_stack, place_of_stack
-from paceline.diagnose.progress_limits import NoProgress, Observation, ProgressLimits
+from paceline.diagnose.hang.evidence import RankEvidence, StackFrame
+from paceline.diagnose.hang.hang_report import find_hang
+from paceline.diagnose.hang.process_stacks import kept_waiting
+from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
+from paceline.diagnose.hang.stack_place import StackPlace, main_place, main_stack, place_of_stack
 from paceline.errors import DataError
 from paceline.log import Log
 from paceline.run import failures
@@ -88,8 +89,8 @@ class HangMonitor:
     def _observation(self) -> Observation:
         last = self.heartbeat.last
         counters = (self.board.calls, progress.micros, progress.read, *_operations())
-        activity = main_place().activity
-        return Observation(last.phase, last.step, counters, activity == "collective", activity == "data")
+        activity, without_cpu = main_place().activity, kept_waiting(os.getpid())
+        return Observation(last.phase, last.step, counters, activity == "collective", activity == "data", without_cpu)
 
     def _report(self, found: NoProgress, before: Observation) -> None:
         began = time.monotonic()

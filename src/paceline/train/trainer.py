@@ -47,8 +47,9 @@ from paceline.train.rank_poll import Interrupted, RankPoll, Signals
 from paceline.train.recipe_objects import MetricsLike, build_metrics, drop_inherited_options, split_metrics
 from paceline.train.recorder import Recorder, Sinks
 from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
-from paceline.train.trainer_methods import TrainerMethods, WeightsView
+from paceline.train.trainer_methods import TrainerMethods
 from paceline.train.user_objects import UserObjects
+from paceline.train.weights_view import weights_view
 
 
 @document_settings
@@ -179,10 +180,10 @@ class Trainer(TrainerMethods, MethodHints):
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
         about = (engine.world, engine.log, engine.model, engine.position)
         self._run = run_handle.open(config, *about, engine.telemetry.opened)
-        state = training_state(engine, self._rates, self._policy, self._callbacks)
+        self._weights = weights_view(engine)
+        state = training_state(engine, self._weights, self._rates, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
-        self._weights = WeightsView(engine, self._saver)
         self._loaders = Loaders(engine, finder)
         self._recorder: Recorder | None = None
         self._custom_loop: CustomLoop | None = None
@@ -395,7 +396,6 @@ class Trainer(TrainerMethods, MethodHints):
 
     def _get_custom_loop(self) -> CustomLoop:
         if self._custom_loop is None:
-            on_nonfinite = partial(self._nonfinite, may_stop=False)
             shared = (self._engine, self._run, self._saver, self._rates, self._loaders, self._callbacks)
-            self._custom_loop = open_custom_loop(*shared, on_nonfinite)
+            self._custom_loop = open_custom_loop(*shared, partial(self._nonfinite, may_stop=False))
         return self._custom_loop

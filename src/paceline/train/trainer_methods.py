@@ -1,14 +1,11 @@
 """The methods of the Trainer beside training: weights and checkpoints (`checkpointing/` has the code behind them),
 evaluation, predictions, and what callbacks and losses call.
-
-If replicas train apart (`sync: {every: …}`), the weights that the Trainer shows are means over replicas, and whatever
-needs them is collective.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from paceline.data import adopt
 from paceline.data.loader import MicroBatch
-from paceline.errors import TrainError
-from paceline.parallel.data_parallel import broadcast_buffers
-from paceline.parallel.same_call import meet
-from paceline.parallel.shards import gather_full_tensors
 from paceline.run.history import require_free_names
 from paceline.train import evaluate, oom
 from paceline.train.checkpointing.restorer import require_exists
 from paceline.train.checkpointing.run_handle import RunHandle
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop_methods import CustomLoopMethods
-from paceline.train.engine import Engine
 from paceline.train.evaluate import Evaluation
 from paceline.train.recorder import Recorder
+from paceline.train.weights_view import WeightsView
 
 Reading = Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]]
-
-
-class WeightsView:
-    def __init__(self, engine: Engine, saver: Saver) -> None:
-        self._engine, self._saver = engine, saver
-
-    def shown(self) -> AbstractContextManager[None]:
-        """Context manager in which the model has these weights, and the same buffers on all ranks, to be evaluated."""
-        if self._engine.replica_average is None:
-            broadcast_buffers(self._engine.model, self._engine.mesh)
-            return nullcontext()
-        self._saver.wait_for_copy()  # a save may still be copying the weights
-        return self._engine.replica_average.swapped()
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Context manager in which the model has the averaged (EMA) weights."""
-        average, replicas = self._engine.average, self._engine.replica_average
-        if average is None:
-            raise TrainError(
-                "no-ema", "No averaged weights: ema is not set.", fix="set Trainer(…, ema=0.999), or ema: 0.999"
-            )
-        self._saver.wait_for_copy()
-        if replicas is None:
-            return average.swapped()
-        meet()
-        # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
-        return average.swapped(replicas.of(average.state_dict()))
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The full weights; if parameters are sharded, on rank 0 only. Means over replicas are copies."""
-        if self._engine.replica_average is None:
-            return self._full()
-        meet()
-        self._saver.wait_for_copy()
-        with self._engine.replica_average.swapped():
-            state = self._full()
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-
-    def _full(self) -> dict[str, Tensor]:
-        if self._engine.sharded is None:
-            return self._engine.model.state_dict()
-        return gather_full_tensors(self._engine.model.state_dict(keep_vars=True), self._engine.mesh)
 
 
 class TrainerMethods(CustomLoopMethods):
@@ -98,7 +49,13 @@ class TrainerMethods(CustomLoopMethods):
             >>> sorted(trainer.state_dict())
             ['bias', 'weight']
         """
+        self._wait_to_swap()
         return self._weights.state_dict()
+
+    def _wait_to_swap(self) -> None:
+        """A save may still be copying the weights."""
+        if self._weights.swapped is not None:
+            self._saver.wait_for_copy()
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Context manager in which the model has the averaged (EMA) weights.
@@ -119,6 +76,7 @@ class TrainerMethods(CustomLoopMethods):
             >>> with averaged.ema_weights():
             ...     loss = averaged.evaluate(data)
         """
+        self._saver.wait_for_copy()
         return self._weights.averaged()
 
     def save_checkpoint(
@@ -221,6 +179,10 @@ class TrainerMethods(CustomLoopMethods):
         """
         return self._evaluation(adopt.sets_in(data, self._engine.config.seed), iter)
 
+    def _weights_to_evaluate(self) -> AbstractContextManager[None]:
+        self._wait_to_swap()
+        return self._weights.evaluated()
+
     def _measure(self, sets: Mapping[str, Any], reading: Reading = iter) -> dict[str, float]:
         """What an evaluation records: with the averaged weights as well, if there are any."""
         values = self._evaluation(sets, reading).values
@@ -236,7 +198,7 @@ class TrainerMethods(CustomLoopMethods):
             loader = self._loaders.evaluation(data)
             micros = reading(engine.ready(loader.micros(0, 1)))
             metrics = (engine.task.metrics, loader.samples, self._warn_once)
-            with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights.shown():
+            with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights_to_evaluate():
                 found[prefix] = evaluate.evaluate(engine.module, micros, engine.mesh, engine.config.seed, *metrics)
         return evaluate.joined(found)
 
@@ -257,7 +219,7 @@ class TrainerMethods(CustomLoopMethods):
             torch.Size([32, 1])
         """
         micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
-        with oom.explain_out_of_memory(self._engine, self._loaders.plan), self._weights.shown():
+        with oom.explain_out_of_memory(self._engine, self._loaders.plan), self._weights_to_evaluate():
             return evaluate.predict(self._engine.module, micros, self._engine.mesh, self._engine.config.seed)
 
     def log(self, name: str, value: Tensor | float) -> None:

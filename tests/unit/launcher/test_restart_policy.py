@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import RankExit
+from paceline.diagnose.hang.evidence import Hang
 from paceline.launcher.restart_policy import CRASH_LOOP, GiveUp, Restart, Supervisor
 from paceline.run.failures import FailureRecord
 

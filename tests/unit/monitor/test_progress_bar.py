@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from paceline.log import rank_log
-from paceline.monitor.progress_bar import Bar, Display, Lines, LogPoint, Silent, choose_display
+from paceline.monitor.progress_bar import Bar, Display, Lines, LogPoint, choose_display
 
 LOG_POINT = LogPoint(
     step=1200, epoch=2, loss=1.23456, lr=3e-4, samples_per_second=96.4, tokens_per_second=12345.0,
@@ -159,5 +159,5 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(monkeypatch: pytest.MonkeyP
     with (tmp_path / "log").open("w") as file:
         monkeypatch.setattr(sys, "stdout", file)
         displays.append(choose_display(10, 2, rank_log(0), silent=False))
-    assert [type(display) for display in displays] == [Bar, Silent, Lines]
+    assert [type(display) for display in displays] == [Bar, Display, Lines]
     assert [display.completed for display in displays] == [2, 2, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,3 +42,18 @@ def test_runs_of_an_earlier_launch_are_left_alone(tmp_path: Path) -> None:
     Ledger(launch).note("launched", at=2.0, nodes=1, ranks=1, generation=0)
     requested_report.write_all(launch)
     assert launch.report.exists() and not other.report.exists()
+
+
+def test_the_writer_of_a_report_is_out_of_reach_of_ctrl_c_and_its_message_is_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is sent to the processes of a terminal's session."""
+    writer = tmp_path / "writer"
+    code = "import os, sys; sys.exit('x' * 100_000 + f' session {os.getsid(0)}')"
+    writer.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{code}"\n')
+    writer.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(writer))
+    requested_report.write(run_folder(tmp_path / "run"))
+    said = capsys.readouterr().err
+    session = int(said.split("session")[-1])
+    assert session != os.getsid(0) and len(said) < 3_000

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import paceline
 import tiny
 from paceline.log import rank_log
-from paceline.monitor.progress_bar import Silent
+from paceline.monitor.progress_bar import Display
 from paceline.run.history import History
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.run_handle import TrainProgress
@@ -134,7 +134,7 @@ class Done:
     def actions(self, **settings: Any) -> StepActions:
         device, log = torch.device("cpu"), rank_log(0, quiet=True)
         hooks = Callbacks([])
-        recorder = Recorder(History(), Sinks(), Silent(0), device, hooks, lambda record: False, log, None)
+        recorder = Recorder(History(), Sinks(), Display(None, 0), device, hooks, lambda record: False, log, None)
         return StepActions(
             recorder,
             hooks,

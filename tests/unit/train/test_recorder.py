@@ -9,7 +9,7 @@ import torch
 from paceline import dist
 from paceline.errors import TrainError
 from paceline.log import rank_log
-from paceline.monitor.progress_bar import Silent
+from paceline.monitor.progress_bar import Display
 from paceline.run.history import History
 from paceline.runtime import collectives
 from paceline.train.callbacks import Callbacks
@@ -26,7 +26,7 @@ def is_bad(record: dict[str, Any]) -> bool:
 def recorder(history: History, *callbacks: Any) -> Recorder:
     hooks = Callbacks(callbacks)
     log = rank_log(0, quiet=True)
-    return Recorder(history, Sinks(), Silent(0), torch.device("cpu"), hooks, is_bad, log, None)
+    return Recorder(history, Sinks(), Display(None, 0), torch.device("cpu"), hooks, is_bad, log, None)
 
 
 def step(number: int, parts: Parts, *, means: bool = True, norm: float | None = None, skipped: float = 0.0) -> Any:

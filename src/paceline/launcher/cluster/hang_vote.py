@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from paceline.config.launch import LaunchSpec
-from paceline.diagnose.evidence import Hang, RankEvidence, ranks_from_json
-from paceline.diagnose.progress_limits import EXIT, NoProgress
+from paceline.diagnose.hang.evidence import Hang, RankEvidence, ranks_from_json
+from paceline.diagnose.hang.progress_limits import EXIT, NoProgress
 from paceline.launcher.cluster.channel import Message
 from paceline.launcher.cluster.membership import NodeMember
 from paceline.launcher.local.hang_detector import HangReporter

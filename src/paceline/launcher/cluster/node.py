@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
 from paceline.diagnose.cause import Cause
-from paceline.diagnose.evidence import RankEvidence
-from paceline.diagnose.progress_limits import NoProgress
+from paceline.diagnose.hang.evidence import RankEvidence
+from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.errors import LaunchError, PacelineError
 from paceline.launcher.cluster.channel import Channel, ChannelClosed, Message, connect
 from paceline.launcher.cluster.coordinator import HEARTBEAT_SECONDS, SILENCE_SECONDS

@@ -24,8 +24,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline import log
 from paceline.config.launch import Endpoint
-from paceline.diagnose.evidence import Hang
 from paceline.diagnose.exits import OomKillDetector, RankExit, unrecorded
+from paceline.diagnose.hang.evidence import Hang
 from paceline.errors import LaunchError
 from paceline.launcher.local import hang_detector, interrupts
 from paceline.launcher.local.hang_detector import HangDetector, HangPolicy

@@ -1,8 +1,8 @@
 """Watches the ranks of this node for a standstill, in a thread of the launcher.
 
 Four times a second it reads how far each rank has come, from the rank's heartbeat and page. If they come no further for
-longer than their phase allows (diagnose/progress_limits.py), it collects evidence and hands it over, unless a rank has
-moved meanwhile. It runs between the start of the last rank and the end of the generation: processes are forked only
+longer than their phase allows (diagnose/hang/progress_limits.py), it collects evidence and hands it over, unless a rank
+has moved meanwhile. It runs between the start of the last rank and the end of the generation: processes are forked only
 without it. Reports go to the screen, the logs and the ledger. `RunFolder.hang` holds the last one, with the evidence of
 every rank; `earlier` in it are those before, without it.
 
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 from paceline import log
 from paceline.config.launch import LaunchSpec
-from paceline.diagnose import stacks
-from paceline.diagnose.evidence import Hang, RankEvidence, WorkerEvidence, ranks_from_json
-from paceline.diagnose.hang import find_hang
-from paceline.diagnose.place import activity_of
-from paceline.diagnose.progress_limits import EXIT, LASTING, NoProgress, Observation, ProgressLimits
-from paceline.diagnose.stacks import ProcessStacks
+from paceline.diagnose.hang import process_stacks
+from paceline.diagnose.hang.evidence import Hang, RankEvidence, WorkerEvidence, ranks_from_json
+from paceline.diagnose.hang.hang_report import find_hang
+from paceline.diagnose.hang.process_stacks import ProcessStacks
+from paceline.diagnose.hang.progress_limits import EXIT, LASTING, NoProgress, Observation, ProgressLimits
+from paceline.diagnose.hang.stack_place import activity_of
 from paceline.launcher.local.start import AgentObserver, LocalStart, RankLogs
 from paceline.run import heartbeat, regular_files
 from paceline.run.folder import RunFolder, short
@@ -130,7 +130,7 @@ class HangDetector:
         own = {rank: pages[rank] for rank in running if rank in pages and pages[rank].pid == self._pids[rank]}
         if any(activity_of(page.place) == "debugger" for page in own.values()):
             return None  # someone looks at it already
-        seen = {rank: _observation(beats.get(rank), own.get(rank, RankPage())) for rank in running}
+        seen = {rank: _observation(beats.get(rank), own.get(rank, RankPage()), self._pids[rank]) for rank in running}
         if self._others_ended or len(seen) < len(self._pids) or any(page.ended for page in own.values()):
             seen = {rank: _at_exit(each, self._pids[rank]) for rank, each in seen.items()}
         if _have_moved(self._seen, seen):
@@ -144,7 +144,7 @@ def _at_exit(seen: Observation, pid: int) -> Observation:
     one rank may evaluate or upload for as long as it likes."""
     if seen.phase != "returned" and (seen.phase not in ("", "done") or seen.waits):
         return seen
-    computed = int(stacks.cpu_seconds(pid) / _LEAST_CPU)
+    computed = int(process_stacks.cpu_seconds(pid) / _LEAST_CPU)
     return seen._replace(phase=EXIT, counters=(*seen.counters, computed), waits=False)
 
 
@@ -160,13 +160,14 @@ def _lack_names(ranks: Sequence[RankEvidence]) -> bool:
     )
 
 
-def _observation(beat: Heartbeat | None, page: RankPage) -> Observation:
+def _observation(beat: Heartbeat | None, page: RankPage, pid: int) -> Observation:
     phase, step = ("", 0) if beat is None else (beat.phase, beat.step)
     counters = (page.micros, page.read, page.calls, page.operations)
     activity = activity_of(page.place)
     in_call = page.place.startswith(("torch.distributed.", "dist.")) and activity == "collective"
     waits = in_call or bool(page.pending) or any(group["entered"] > group["left"] for group in page.groups)
-    return Observation(phase, step, counters, waits, seems_to_wait=activity in ("collective", "data"))
+    seems_to_wait, kept_waiting = activity in ("collective", "data"), process_stacks.kept_waiting(pid)
+    return Observation(phase, step, counters, waits, seems_to_wait, kept_waiting)
 
 
 class HangReporter:
@@ -312,10 +313,10 @@ def _earlier(folder: RunFolder) -> list[Any]:
 def collect(logs: RunFolder, pids: Mapping[int, int], node: int) -> list[RankEvidence]:
     """Evidence about ranks, by their pids. Takes as long as py-spy: 0.1 s for four ranks on an idle machine, and never
     longer than 6 s."""
-    workers = {rank: stacks.children_of(pid)[:_WORKERS] for rank, pid in pids.items()}
-    states = {pid: stacks.state_of(pid) for pid in (*pids.values(), *chain.from_iterable(workers.values()))}
+    workers = {rank: process_stacks.children_of(pid)[:_WORKERS] for rank, pid in pids.items()}
+    states = {pid: process_stacks.state_of(pid) for pid in (*pids.values(), *chain.from_iterable(workers.values()))}
     alive = [pid for pid, state in states.items() if state != "exited"]
-    found = stacks.read_stacks(alive, {pid: logs.stack(rank) for rank, pid in pids.items()})
+    found = process_stacks.read_stacks(alive, {pid: logs.stack(rank) for rank, pid in pids.items()})
     # Afterwards: while it was asked for its stack, a rank on a machine under load may have written its page at last.
     beats, pages, now = heartbeat.read(logs), heartbeat.read_pages(logs), time.monotonic()
     evidence = []
@@ -343,7 +344,7 @@ def collect(logs: RunFolder, pids: Mapping[int, int], node: int) -> list[RankEvi
 
 def _from_page(page: RankPage | None, pid: int, stack: ProcessStacks, now: float) -> dict[str, Any]:
     # A page may be of a rank before a restart, or of one that has replaced itself by another program.
-    if page is None or page.pid != pid or stack.missing == stacks.NOT_PYTHON:
+    if page is None or page.pid != pid or stack.missing == process_stacks.NOT_PYTHON:
         page, silent, unread = RankPage(), 0.0, "its collectives: it has no thread that counts them"
     else:
         silent, unread = max(0.0, now - page.time), page.missing

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.diagnose import place, stacks
+from paceline.diagnose.hang import process_stacks, stack_place
 from paceline.launcher.workload import Target
 from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
@@ -42,7 +42,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     _direct_streams(log if rank_info.rank else None, stdin if rank_info.rank == 0 else None)
     faulthandler.enable(file=2)  # a crash of native code is in the log with its Python stack, as under torchrun
     _reseed(rank_info.rank)
-    stacks.allow(logs.stack(rank_info.rank))
+    process_stacks.allow(logs.stack(rank_info.rank))
     before_shutdown()
     watch = _start_watch(logs, rank_info.rank)
     failures.reserve(logs, rank_info.rank)
@@ -74,7 +74,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
 
 
 def _start_watch(logs: RunFolder, rank: int) -> RankMonitor:
-    readers = rank_watch.Readers(lambda: place.main_place().text, place.is_any_thread_in)
+    readers = rank_watch.Readers(lambda: stack_place.main_place().text, stack_place.is_any_thread_in)
     return rank_watch.start(logs.page(rank), logs.heartbeat(rank), readers)
 
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from paceline import log
 from paceline.config.launch import Endpoint, LaunchSpec
-from paceline.diagnose.evidence import Hang, RankEvidence
-from paceline.diagnose.progress_limits import NoProgress
+from paceline.diagnose.hang.evidence import Hang, RankEvidence
+from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.errors import PacelineError
 from paceline.run import folder, ledger
 from paceline.run.folder import RunFolder

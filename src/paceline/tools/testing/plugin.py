@@ -47,7 +47,7 @@ class Resources:
 
 
 def snapshot() -> Resources:
-    from paceline.diagnose.stacks import children_of  # not while pytest starts
+    from paceline.diagnose.hang.process_stacks import children_of  # not while pytest starts
 
     variables = sorted((name, value) for name, value in os.environ.items() if name not in _IGNORED)
     distributed = sys.modules.get("torch.distributed")

@@ -38,14 +38,15 @@ from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.features.schedule import LearningRate
 from paceline.train.first_step import BucketSizeState
+from paceline.train.weights_view import WeightsView
 
 
 def training_state(
-    engine: Engine, rates: LearningRate, policy: EvaluationPolicy, callbacks: Callbacks
+    engine: Engine, view: WeightsView, rates: LearningRate, policy: EvaluationPolicy, callbacks: Callbacks
 ) -> TrainingState:
     """All entries of a checkpoint. Weights come first, because other entries may depend on them."""
     entries = [
-        StateEntry("model", ModelState(engine), scope="weights", volatile=False),
+        StateEntry("model", ModelState(engine, view), scope="weights", volatile=False),
         StateEntry("ema", EmaState(engine), scope="weights", volatile=False),
         StateEntry("optimizer", OptimizerState(engine), volatile=False),
         StateEntry("scaler", OptionalState(engine.scaler)),

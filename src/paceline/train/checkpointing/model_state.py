@@ -19,6 +19,7 @@ from paceline.run.folder import CONFIG
 from paceline.runtime.serialization import to_json
 from paceline.text import listed
 from paceline.train.engine import Engine
+from paceline.train.weights_view import WeightsView
 
 Shape = tuple[int, ...]
 _SHOWN = 20  # names in an error
@@ -29,8 +30,8 @@ class ModelState(ShardedStateful):
 
     value_key = "extra"
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, view: WeightsView) -> None:
+        self._engine, self._view = engine, view
 
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
@@ -49,7 +50,7 @@ class ModelState(ShardedStateful):
         tensors: dict[str, Tensor] = {}
         copies = engine.tied_copies
         is_first = (engine.mesh.data_rank if engine.replica_average is None else engine.mesh.coords["shard"]) == 0
-        for name, value in engine.model.state_dict(keep_vars=True).items():
+        for name, value in self._view.entries(keep_vars=True).items():
             path = f"model/{name}"
             if not isinstance(value, Tensor):
                 extra[name] = to_json(value, f"model-extra/{name}", tensors)
@@ -76,8 +77,8 @@ class ModelState(ShardedStateful):
     def _saved_names(self) -> dict[str, Tensor]:
         """The model's tensors by their names in the checkpoint."""
         copies = self._engine.tied_copies
-        state = self._engine.model.state_dict(keep_vars=True)
-        return {copies.get(name, name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+        entries = self._view.entries(keep_vars=True)
+        return {copies.get(name, name): tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
 
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
         """Load parameters and buffers in place, and everything else in the state dict (extra state, copies made by

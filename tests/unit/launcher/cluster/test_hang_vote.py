@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from paceline.config.launch import LaunchSpec
-from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame
-from paceline.diagnose.progress_limits import NoProgress
+from paceline.diagnose.hang.evidence import GroupProgress, Operation, RankEvidence, StackFrame
+from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.launcher.cluster import hang_vote
 from paceline.launcher.cluster.channel import Channel, Message
 from paceline.launcher.cluster.hang_vote import HangVote

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.config.launch import LaunchSpec
-from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame, ranks_from_json
-from paceline.diagnose.progress_limits import LASTING, NoProgress
+from paceline.diagnose.hang.evidence import GroupProgress, Operation, RankEvidence, StackFrame, ranks_from_json
+from paceline.diagnose.hang.progress_limits import LASTING, NoProgress
 from paceline.launcher.local import hang_detector
 from paceline.launcher.local.hang_detector import HangDetector, HangPolicy
 from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment, RankLogs

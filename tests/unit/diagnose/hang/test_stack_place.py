@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.diagnose.place import StackPlace, place_of
+from paceline.diagnose.hang.stack_place import StackPlace, place_of
 
 SEEN: list[StackPlace] = []
 
@@ -46,22 +46,22 @@ def test_reading_data_names_the_line_of_the_dataset() -> None:
     SEEN.clear()
     trainer().evaluate(Looking())
     assert SEEN[0].activity == "data"
-    assert SEEN[0].text.startswith("trainer.evaluate() at test_place.py:")
-    assert ", in __getitem__() at test_place.py:" in SEEN[0].text
+    assert SEEN[0].text.startswith("trainer.evaluate() at test_stack_place.py:")
+    assert ", in __getitem__() at test_stack_place.py:" in SEEN[0].text
 
 
 def test_a_model_is_no_data() -> None:
     SEEN.clear()
     trainer().train([(torch.zeros(4, 2), torch.zeros(4, 1))], epochs=1)
     assert SEEN[-1].activity == ""
-    assert SEEN[-1].text.startswith("trainer.train() at test_place.py:")
-    assert ", in forward() at test_place.py:" in SEEN[-1].text
+    assert SEEN[-1].text.startswith("trainer.train() at test_stack_place.py:")
+    assert ", in forward() at test_stack_place.py:" in SEEN[-1].text
 
 
 def test_code_outside_the_trainer_is_named_by_its_own_line() -> None:
     place = place_of(sys._getframe())
     assert place.activity == ""
-    assert place.text.startswith("test_place.py:")
+    assert place.text.startswith("test_stack_place.py:")
 
 
 def test_a_debugger_is_recognized(monkeypatch: Any) -> None:
@@ -75,7 +75,7 @@ def test_a_debugger_is_recognized(monkeypatch: Any) -> None:
 # in that thread, lets this one go on.
 WALKED = """
 import gc, random, select, sys, threading
-from paceline.diagnose import place
+from paceline.diagnose.hang import stack_place
 
 sys.setswitchinterval(1e-5)
 walks = 0
@@ -87,8 +87,8 @@ def let_others_run(phase, info):
 def walk():
     global walks
     while walks < 300:
-        place.main_stack()
-        place.is_any_thread_in("nowhere")
+        stack_place.main_stack()
+        stack_place.is_any_thread_in("nowhere")
         walks += 1
 
 def first(n, *args):

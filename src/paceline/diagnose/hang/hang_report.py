@@ -17,10 +17,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from paceline.diagnose import rank_place
-from paceline.diagnose.evidence import Hang, RankEvidence
-from paceline.diagnose.rank_place import AT_PLACE, Advice, RankPlace, line_of, place_of_rank
-from paceline.diagnose.waits import Wait, Waits, has_left, progress_in
+from paceline.diagnose.hang import hang_advice
+from paceline.diagnose.hang.evidence import Hang, RankEvidence
+from paceline.diagnose.hang.hang_advice import AT_PLACE, Advice, RankPlace, line_of, place_of_rank
+from paceline.diagnose.hang.waits import Wait, Waits, has_left, progress_in
 from paceline.text import format_duration, rank_names
 
 _MAX_SIDES = 4  # lines about ranks at different places
@@ -117,14 +117,14 @@ class _Report:
         )
         operation = f" in {self._name(wait)}" if wait and wait.operation else ""
         first = f"{ended}, but other ranks still wait for {'it' if len(left) == 1 else 'them'}{operation}{self._step()}"
-        return self._hang("left", left, [first, *self._behind(left, wait)], rank_place.LEFT, wait)
+        return self._hang("left", left, [first, *self._behind(left, wait)], hang_advice.LEFT, wait)
 
     def _unseen(self, unseen: list[int], wait: Wait | None) -> Hang:
         reasons = {each.missing for rank in unseen if (each := self.waits.evidence.get(rank))}
         operation = f"in {self._name(wait)} " if wait and wait.operation else ""
         why = "; ".join(sorted(reasons)) or "nothing is known about their state"
         first = f"all other ranks wait {operation}for {self._names(unseen)}{self._step()}: {why}"
-        return self._hang("missing", unseen, [first], rank_place.UNSEEN, wait)
+        return self._hang("missing", unseen, [first], hang_advice.UNSEEN, wait)
 
     def mismatch(self, sides: list[list[int]]) -> Hang:
         """Ranks are in the same number of a group with different calls."""
@@ -133,14 +133,14 @@ class _Report:
         what = f"collective #{wait.operation.number}{_of_group(wait)}"
         first = f"ranks called {what} differently{self._step()}:"
         calls = [f"  {self._names(side)}: {self._call(side[0])}{self._at(side[0])}" for side in sides[:_MAX_SIDES]]
-        return self._hang("mismatch", _minority(sides), [first, *calls], rank_place.MISMATCH, wait, waiting=False)
+        return self._hang("mismatch", _minority(sides), [first, *calls], hang_advice.MISMATCH, wait, waiting=False)
 
     def out_of_step(self, sides: list[list[int]]) -> Hang:
         """Some ranks are in an operation that others have left: those called something else with its number."""
         wait = next(wait for wait in self.waits.of.values() if self._left_by_others(wait))
         first = f"ranks disagree about {self._name(wait)}: some have left it, and others are still in it{self._step()}"
         return self._hang(
-            "mismatch", _minority(sides), [first, *self._sides(sides)], rank_place.MISMATCH, wait, waiting=False
+            "mismatch", _minority(sides), [first, *self._sides(sides)], hang_advice.MISMATCH, wait, waiting=False
         )
 
     def order(self, sides: list[list[int]]) -> Hang:
@@ -152,7 +152,7 @@ class _Report:
         ranks = sorted(rank for side in involved for rank in side)
         first = f"{self._names(ranks)} wait for each other, at different places{self._step()}:"
         return self._hang(
-            "order", _minority(involved), [first, *self._sides(sides)], rank_place.ORDER, wait, waiting=False
+            "order", _minority(involved), [first, *self._sides(sides)], hang_advice.ORDER, wait, waiting=False
         )
 
     def network(self) -> Hang:
@@ -164,7 +164,7 @@ class _Report:
         name = self._name(wait) if wait.operation else "the same call"
         first = f"{ranks} are all in {name}{self._step()}, with the same arguments, and it does not complete"
         second = f"no rank is missing: the connection{between} is cut or very slow" if between else "no rank is missing"
-        advice = rank_place.NETWORK if between else rank_place.LOCAL_NETWORK
+        advice = hang_advice.NETWORK if between else hang_advice.LOCAL_NETWORK
         return self._hang("network", [], [first, second], advice, wait)
 
     def stands_still(self) -> Hang:
@@ -195,7 +195,7 @@ class _Report:
         idle = f"idle for {format_duration(self.seconds)}"
         first = f"{self._names(left)} {have} not exited, {idle}{others}: {self._places(left, where)}"
         told = [f"  {self._names([rank])} {seen[rank].ended}" for rank in left[:_MAX_SIDES] if seen[rank].ended]
-        advice = rank_place.EXIT._replace(fix=rank_place.EXIT.fix.format(pid=seen[left[0]].pid))
+        advice = hang_advice.EXIT._replace(fix=hang_advice.EXIT.fix.format(pid=seen[left[0]].pid))
         return self._hang("exit", left, [first, *told], advice, None, waiting=False)
 
     # ---- parts of the text
@@ -284,7 +284,7 @@ class _Report:
 
     def _at(self, rank: int) -> str:
         """Where a rank waits: ", in trainer.train() at train.py:12"; or nothing if its stack is not known."""
-        return rank_place.after(rank_place.at_line(self.waits.places[rank]))
+        return hang_advice.after(hang_advice.at_line(self.waits.places[rank]))
 
     def _step(self) -> str:
         """The step that most of the ranks that wait are in."""

@@ -16,6 +16,7 @@
                             longest wait, at least 10 s
 
 Medians and longest values are of the last 50, so they follow a machine that becomes slower, and forget an outlier.
+Time in which a rank could run but got no CPU does not count: on a machine under load, nothing of the run is stuck.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Observation(NamedTuple):
     counters: tuple[int, ...] = ()  # micro-batches, batches read, collectives: any change is progress
     waits: bool = False  # in an operation that other ranks take part in
     seems_to_wait: bool = False  # for other ranks or for its data, as its stack shows
+    kept_waiting: float = 0.0  # seconds since its start in which its main thread could run, but others had the CPU
 
 
 class NoProgress(NamedTuple):
@@ -155,12 +157,13 @@ class ProgressLimits:
         pauses: dict[str, list[tuple[float, float]]] = {}
         for rank, seen in ranks.items():
             known = self._ranks[rank]
+            stood = known.stood + max(0.0, passed - (seen.kept_waiting - known.last.kept_waiting))
             if seen[:3] == known.last[:3]:
-                known.stood += passed
+                known.stood = stood
             else:
                 phase = known.last.phase
                 is_wait = phase in _LIMITS or known.last.waits
-                pause = known.stood + passed
+                pause = stood
                 pauses.setdefault(phase, []).append((pause, pause if is_wait else 0.0))
                 known.stood = 0.0
             known.last = seen

@@ -19,10 +19,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NamedTuple
 
-from paceline.diagnose.evidence import StackFrame
+from paceline.diagnose.hang.evidence import StackFrame
 
 _HOMES = {
-    "paceline/": str(Path(__file__).parents[1]) + "/",
+    "paceline/": str(Path(__file__).parents[2]) + "/",
     "torch/": str(Path((find_spec("torch") or __spec__).origin or "").parent) + "/",  # without an import
 }
 _STDLIB = sysconfig.get_path("stdlib") + "/"

@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.diagnose.evidence import ProcessState, StackFrame
+from paceline.diagnose.hang.evidence import ProcessState, StackFrame
 from paceline.run import regular_files
 
 _SECONDS = 5.0  # py-spy takes 20 ms of a core per process; on a machine under load, ten times as long
@@ -172,6 +172,13 @@ def cpu_seconds(pid: int) -> float:
             "SC_CLK_TCK"
         )  # of itself, and of children that have ended
     return seconds + sum(map(cpu_seconds, children_of(pid)))
+
+
+def kept_waiting(pid: int) -> float:
+    """Seconds in which the main thread of a process could run, but others had the CPU; 0 if that is unknown."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 def children_of(pid: int) -> list[int]:

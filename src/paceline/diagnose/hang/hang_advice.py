@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from paceline.diagnose.evidence import ProcessState, RankEvidence, WorkerEvidence
 from paceline.diagnose.exits import MISMATCH_FIX
-from paceline.diagnose.place import StackPlace, place_of_stack
-from paceline.diagnose.waits import holds_gil
+from paceline.diagnose.hang.evidence import ProcessState, RankEvidence, WorkerEvidence
+from paceline.diagnose.hang.stack_place import StackPlace, place_of_stack
+from paceline.diagnose.hang.waits import holds_gil
 
 PlaceKind = Literal[
     "stopped", "disk", "gil", "debugger", "worker", "data", "saving", "evaluating", "trainer", "code", "unknown"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from paceline.diagnose.evidence import (
+from paceline.diagnose.hang.evidence import (
     GroupProgress,
     Operation,
     RankEvidence,

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence, StackFrame, WorkerEvidence
-from paceline.diagnose.hang import find_hang
-from paceline.diagnose.waits import Waits
+from paceline.diagnose.hang.evidence import GroupProgress, Operation, RankEvidence, StackFrame, WorkerEvidence
+from paceline.diagnose.hang.hang_report import find_hang
+from paceline.diagnose.hang.waits import Waits
 
 OURS, TORCH = Path(paceline.__file__).parent, Path(torch.__file__).parent
 MAIN = StackFrame("<module>", "/home/me/train.py", 12)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nodes
-from paceline.diagnose import stacks
+from paceline.diagnose.hang import process_stacks
 
 PROGRAM = """
 import ctypes, faulthandler, sys, threading, time
@@ -50,20 +50,20 @@ def program(tmp_path: Path, *args: str) -> Iterator[int]:
             process.kill()
 
 
-def names(stack: tuple[stacks.StackFrame, ...]) -> list[str]:
+def names(stack: tuple[process_stacks.StackFrame, ...]) -> list[str]:
     return [frame.function for frame in stack]
 
 
-def read_until(pid: int, wanted: list[str]) -> stacks.ProcessStacks:
-    def read() -> stacks.ProcessStacks | None:
-        found = stacks.read_stacks([pid], {})[pid]
+def read_until(pid: int, wanted: list[str]) -> process_stacks.ProcessStacks:
+    def read() -> process_stacks.ProcessStacks | None:
+        found = process_stacks.read_stacks([pid], {})[pid]
         return found if names(found.main)[-len(wanted) :] == wanted else None
 
     return nodes.eventually(read)
 
 
-def with_gil_holder(pid: int) -> stacks.ProcessStacks | None:
-    found = stacks.read_stacks([pid], {})[pid]
+def with_gil_holder(pid: int) -> process_stacks.ProcessStacks | None:
+    found = process_stacks.read_stacks([pid], {})[pid]
     return found if found.gil_holder else None
 
 
@@ -75,8 +75,8 @@ def test_the_stack_of_a_process_ends_at_its_line(tmp_path: Path, kind: str, stop
         found = read_until(pid, wanted)
         if stopped:
             os.kill(pid, signal.SIGSTOP)
-            nodes.eventually(lambda: stacks.state_of(pid) == "stopped")
-            found = stacks.read_stacks([pid], {})[pid]
+            nodes.eventually(lambda: process_stacks.state_of(pid) == "stopped")
+            found = process_stacks.read_stacks([pid], {})[pid]
         assert (names(found.main), found.missing) == (wanted, "")
         line = found.main[0]
         assert Path(line.file).name == "program.py"
@@ -97,12 +97,12 @@ def test_another_thread_that_holds_the_gil_is_shown(tmp_path: Path) -> None:
 
 def test_programs_without_python_and_processes_that_are_gone_are_told_apart(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "600"]) as other:
-        found = stacks.read_stacks([other.pid, 2**22 - 1], {})
+        found = process_stacks.read_stacks([other.pid, 2**22 - 1], {})
         other.kill()
     assert [(each.main, each.missing) for each in found.values()] == [
         ((), "not a Python program"), ((), "it has exited"),
     ]  # fmt: skip
-    assert stacks.state_of(2**22 - 1) == "exited"
+    assert process_stacks.state_of(2**22 - 1) == "exited"
 
 
 def test_a_process_writes_its_own_stack_where_reading_it_is_not_permitted(
@@ -116,15 +116,15 @@ def test_a_process_writes_its_own_stack_where_reading_it_is_not_permitted(
     real = sys.executable
     monkeypatch.undo()
     with (
-        program(tmp_path, "sleeps", str(int(stacks.STACK_SIGNAL)), str(own)) as pid,
+        program(tmp_path, "sleeps", str(int(process_stacks.STACK_SIGNAL)), str(own)) as pid,
         program(tmp_path, "sleeps") as mute,
     ):
         monkeypatch.setattr(sys, "executable", real)
         for _ in range(2):  # the file is appended to
-            found = stacks.read_stacks([pid, mute], {pid: own, mute: tmp_path / "none"})
+            found = process_stacks.read_stacks([pid, mute], {pid: own, mute: tmp_path / "none"})
             assert names(found[pid].main) == ["sleeps", "__getitem__", "<module>"]
             assert found[mute] == ((), (), "not permitted to read its memory")
-        assert stacks.state_of(mute) == "running"  # the signal would have ended it
+        assert process_stacks.state_of(mute) == "running"  # the signal would have ended it
 
 
 def test_outer_frames_that_a_forked_process_has_from_its_parent_are_left_out() -> None:
@@ -133,10 +133,33 @@ def test_outer_frames_that_a_forked_process_has_from_its_parent_are_left_out() -
   File "/lib/multiprocessing/process.py", line 314 in _bootstrap
   File "/a/train.py", line 3 in <module>
 """
-    assert stacks.parse_dump(text) == (("read_image", "/a/data.py", 88),)
+    assert process_stacks.parse_dump(text) == (("read_image", "/a/data.py", 88),)
 
 
 def test_children_are_found() -> None:
     with subprocess.Popen(["sleep", "600"]) as child:
-        assert child.pid in stacks.children_of(os.getpid())
+        assert child.pid in process_stacks.children_of(os.getpid())
         child.kill()
+
+
+def test_time_that_a_process_waits_for_a_cpu_is_counted() -> None:
+    """Two processes that compute on one CPU wait for each other; one that sleeps waits for nobody."""
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"
+    both = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    sleeper = subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    try:
+        assert sleeper.stdout is not None
+        with sleeper.stdout as lines:
+            lines.readline()  # it has started
+        nodes.eventually(lambda: all(process_stacks.kept_waiting(each.pid) > 1.0 for each in both))
+        before = process_stacks.kept_waiting(sleeper.pid)
+        nodes.eventually(lambda: all(process_stacks.kept_waiting(each.pid) > 2.0 for each in both))
+        assert process_stacks.kept_waiting(sleeper.pid) - before < 0.5
+    finally:
+        for process in (*both, sleeper):
+            process.kill()
+            process.wait()
+    assert process_stacks.kept_waiting(sleeper.pid) == 0.0  # it has ended

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.diagnose.evidence import GroupProgress, Operation, RankEvidence
-from paceline.diagnose.place import StackPlace, place_of_stack
+from paceline.diagnose.hang.evidence import GroupProgress, Operation, RankEvidence
+from paceline.diagnose.hang.stack_place import StackPlace, place_of_stack
 
 _PEERS = re.compile(r"(\d+) ?(?:->|<-) ?(\d+)")  # "send 0->1", "recv 1<-0": own number in the group, then the peer's
 _SILENT = 1.0  # seconds after which a thread that writes four times a second is known to be blocked

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.diagnose.progress_limits import NoProgress, Observation, ProgressLimits
+from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
 
 POLL = 0.25
 
@@ -275,6 +275,18 @@ def test_an_observer_that_was_stopped_too_does_not_count_that_time() -> None:
         patience.observe(0.1 * number, {0: Observation("training", step=number)})
         ranks = {0: Observation("training", step=number)}
     assert patience.observe(3600.0, ranks) is None
+
+
+def test_ranks_that_get_no_cpu_are_not_stuck() -> None:
+    """Another process has the CPU for a minute; then a rank really stands still, on a CPU that it has to share."""
+    run = Run()
+    run.steps(20, 0.1)
+    for _ in range(240):
+        run.wait(POLL)
+        for rank, seen in run.ranks.items():
+            run.ranks[rank] = seen._replace(seems_to_wait=True, kept_waiting=seen.kept_waiting + POLL)
+    assert not run.reports
+    assert run.reported_after(10) < 3
 
 
 @given(

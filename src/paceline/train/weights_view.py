@@ -1,0 +1,79 @@
+"""What leaves a run: the weights that checkpoints, `state_dict`, exports and evaluations have.
+
+    view = weights_view(engine)
+    view = replace(view, entries=adapters_only)      # a feature of training returns a view of its own
+
+If replicas train apart (`sync: {every: …}`), these are means over replicas, and whatever needs them is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from paceline.errors import TrainError
+from paceline.optim.ema import Ema
+from paceline.parallel.data_parallel import broadcast_buffers
+from paceline.parallel.same_call import meet
+from paceline.parallel.shards import gather_full_tensors
+from paceline.runtime.mesh import Mesh
+from paceline.train.engine import Engine
+from paceline.train.sync_setup import ReplicaAverage
+
+
+def _no_average() -> NoReturn:
+    raise TrainError("no-ema", "No averaged weights: ema is not set.", fix="set Trainer(…, ema=0.999), or ema: 0.999")
+
+
+@dataclass(frozen=True)
+class WeightsView:
+    """The functions of this record are what a feature may replace."""
+
+    model: nn.Module
+    mesh: Mesh
+    is_sharded: bool
+    # `model.state_dict`, or less, or by other names. A checkpoint is loaded into what it returns with keep_vars=True.
+    entries: Callable[..., dict[str, Any]]
+    # A context manager in which the model has the weights that leave the run; None if it always has them.
+    swapped: Callable[[], AbstractContextManager[None]] | None = None
+    # A context manager in which it has the averaged (EMA) weights.
+    averaged: Callable[[], AbstractContextManager[None]] = _no_average
+
+    def evaluated(self) -> AbstractContextManager[None]:
+        """Context manager in which the model has these weights, and the same buffers on all ranks, to be evaluated."""
+        if self.swapped is not None:
+            return self.swapped()
+        broadcast_buffers(self.model, self.mesh)
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full weights; if parameters are sharded, on rank 0 only. Means over replicas are copies."""
+        if self.swapped is None:
+            return self._full()
+        meet()
+        with self.swapped():
+            return {name: each.clone() if isinstance(each, Tensor) else each for name, each in self._full().items()}
+
+    def _full(self) -> dict[str, Tensor]:
+        return gather_full_tensors(self.entries(keep_vars=True), self.mesh) if self.is_sharded else self.entries()
+
+
+def weights_view(engine: Engine) -> WeightsView:
+    replicas = engine.replica_average
+    view = WeightsView(engine.model, engine.mesh, engine.sharded is not None, engine.model.state_dict)
+    if replicas is not None:
+        view = replace(view, swapped=replicas.swapped)
+    return view if engine.average is None else replace(view, averaged=partial(_averaged, engine.average, replicas))
+
+
+def _averaged(average: Ema, replicas: ReplicaAverage | None) -> AbstractContextManager[None]:
+    if replicas is None:
+        return average.swapped()
+    meet()
+    # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
+    return average.swapped(replicas.of(average.state_dict()))
