@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import paceline
+from heard import of_training
 from paceline import dist
 from paceline.errors import PacelineError
 from paceline.tools.testing.runner import RankFailure, run_on_ranks
@@ -78,12 +79,14 @@ class _Said:
 
         class Handler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                if record.levelno >= logging.WARNING and not record.getMessage().startswith(UNRELATED):
+                if not record.getMessage().startswith(UNRELATED):
                     said.lines.append((record.getMessage(), bool(said.losses)))
 
         logger = logging.getLogger("paceline")
         before = logger.handlers, logger.propagate  # ranks may wait for another program
-        logger.handlers, logger.propagate = [Handler()], False
+        handler = Handler(logging.WARNING)
+        handler.addFilter(of_training)
+        logger.handlers, logger.propagate = [handler], False
         try:
             yield
         finally:

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import paceline
+from heard import of_training
 from programs.legitimate import LEGITIMATE, SAMPLES, STEPS, plain_training
 from samples import ALL
 from worlds import run_on_ranks
@@ -21,6 +22,7 @@ NOT_SHARDED = {"a scale without dims"}  # refused by name: FSDP shards along the
 class Said(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self.addFilter(of_training)
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:

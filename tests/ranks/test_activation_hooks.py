@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
+from heard import heard
 from paceline import dist
 from samples import ALL
 from worlds import ranks
@@ -141,12 +141,8 @@ def test_micro_batches_train_as_one_process(world: int) -> None:
 
 
 def said_in(how: str, loss: Callable[[Any, Any], Any], **settings: Any) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    weights_apart(how, loss, **settings)
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard() as said:
+        weights_apart(how, loss, **settings)
     return said
 
 

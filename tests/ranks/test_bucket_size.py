@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 import tiny
+from heard import heard
 from paceline import Trainer, dist
 from paceline.train import first_step
 from worlds import ranks
@@ -43,16 +42,6 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-@contextmanager
-def log() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    yield lines
-    logging.getLogger("paceline").removeHandler(handler)
-
-
 def says(lines: list[str], words: str) -> bool:
     return not dist.is_main() or any(words in line for line in lines)
 
@@ -60,7 +49,7 @@ def says(lines: list[str], words: str) -> bool:
 @ranks(3)
 def test_training_has_the_bits_of_the_selected_size() -> None:
     """On three ranks, sums depend on the buckets."""
-    with log() as lines:
+    with heard(logging.NOTSET) as lines:
         measured = trainer("auto", quiet=False)
         measured.train(tiny.blobs(), max_steps=6)
     assert measured.config.ddp.bucket_mb == SMALL
@@ -88,7 +77,7 @@ def test_a_resumed_run_uses_the_size_of_its_checkpoint(tmp_path: Path) -> None:
         first = trainer("auto", **settings)
         first.train(tiny.blobs(), max_steps=6)
         first_step._measure = None  # type: ignore[assignment]
-        with log() as lines:
+        with heard(logging.NOTSET) as lines:
             second = trainer("auto", resume=str(tmp_path / "run" / "checkpoints" / "step-000003"), **settings)
             assert second.config.ddp.bucket_mb == SMALL and second.step_count == 3
             second.train(tiny.blobs(), max_steps=6)
@@ -101,7 +90,7 @@ def test_a_resumed_run_uses_the_size_of_its_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_without_ddp_it_has_no_effect(strategy: str) -> None:
     def train() -> None:
-        with log() as lines:
+        with heard(logging.NOTSET) as lines:
             layout = trainer("auto", strategy=strategy, quiet=False)
             layout.train(tiny.blobs(), max_steps=2)
         assert says(lines, "bucket_mb: auto has no effect")

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 import tiny
+from heard import heard
 from paceline import Loss, dist
 from paceline.errors import LayoutError, TrainError, WorldError
 from worlds import ranks
@@ -23,12 +24,8 @@ from worlds import ranks
 
 def logged(work: Callable[[], object]) -> str:
     """What `work` logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    work()
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard(logging.NOTSET) as lines:
+        work()
     return "\n".join(lines)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from heard import heard
 from paceline import dist
 from paceline.errors import LayoutError
 from worlds import ranks
@@ -61,16 +61,10 @@ def model_and_optimizer(criterion: nn.Module) -> tuple[nn.Module, torch.optim.Op
 
 def trained_on(criterion: nn.Module, stop: int | None = None, **settings: Any) -> tuple[list[float], list[str]]:
     model, optimizer = model_and_optimizer(criterion)
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
     options: Any = {"batch": 12, "shuffle": False, "precision": "fp64", "device": "cpu", "log_every": 1, "quiet": True}
-    try:
+    with heard() as said:
         trainer = paceline.Trainer(model, optimizer, criterion=criterion, **{"run": False, **options, **settings})
         return trainer.train(_DATA, epochs=2, max_steps=stop).losses, said
-    finally:
-        logging.getLogger("paceline").removeHandler(handler)
 
 
 def losses_of_torch(criterion: nn.Module) -> list[float]:
@@ -133,12 +127,8 @@ def test_a_buffer_that_every_micro_batch_changes_is_named() -> None:
 
 def test_parameters_of_a_criterion_that_the_optimizer_lacks_are_named() -> None:
     model, criterion = nn.Linear(8, 3), Weighing()
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
     options: Any = {"criterion": criterion, "device": "cpu", "run": False, "quiet": True}
-    for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
-        paceline.Trainer(model, optimizer, **options)
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard() as said:
+        for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1)):
+            paceline.Trainer(model, optimizer, **options)
     assert ["<criterion>.logs" in line for line in said] == [True, True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 import dropout_models
 import tiny
 from dropout_models import cell
+from heard import heard
 from paceline import Trainer, dist
 from samples import ALL, sample
 from worlds import launch
@@ -215,16 +215,12 @@ class LateNoise(nn.Sequential):
 
 
 def switched_on() -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-
     def switch(record: Any) -> None:
         trainer.model.strength = float(record.step == 2 and dist.rank() == 1)
 
     trainer = trainer_of(lambda: LateNoise(nn.Linear(8, 2)), callbacks=[switch])
-    trainer.train(tiny.blobs(26), max_steps=3)
+    with heard() as said:
+        trainer.train(tiny.blobs(26), max_steps=3)
     return [line for each in dist.all_gather_object(said) for line in each]
 
 

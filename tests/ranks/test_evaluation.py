@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline
 import tiny
+from heard import heard
 from paceline.errors import DataError, TrainError
 from paceline.models.losses import weighted_means
 from paceline.train import metric_functions
@@ -80,30 +80,18 @@ def test_the_value_of_a_metric_does_not_depend_on_ranks_and_batches(world: int, 
     body()
 
 
-class Warnings(logging.Handler):
-    """Collects what the `paceline` logger warns about."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-        logging.getLogger("paceline").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 @ranks(2)
 def test_the_mean_over_batches_is_recorded_with_a_warning_if_outputs_are_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metric_functions, "MAX_BYTES", 19 * 12)  # a row of outputs and targets takes 16 bytes
-    heard = Warnings()
     trainer = tiny.classifier_trainer(metrics={"f1": f1}, batch=19)
     inputs, targets = tiny.blobs(19)[:]
     first, second = (f1(tiny.classifier()(inputs[part]), targets[part]).item() for part in (slice(9), slice(9, 19)))
-    for _ in range(2):
-        assert trainer.evaluate(tiny.blobs(19))["f1"] == pytest.approx((9 * first + 10 * second) / 19)
-    assert len(heard.texts) == paceline.dist.is_main()
+    with heard() as said:
+        for _ in range(2):
+            assert trainer.evaluate(tiny.blobs(19))["f1"] == pytest.approx((9 * first + 10 * second) / 19)
+    assert len(said) == paceline.dist.is_main()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import tiny
+from heard import heard
 from paceline import dist
 from paceline.errors import PacelineError
 from worlds import launch, ranks
@@ -34,12 +34,8 @@ class Changing(nn.Module):
 
 
 def warnings_of(model: nn.Module, **settings: Any) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    tiny.classifier_trainer(model, **settings).train(tiny.blobs(), max_steps=1)
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard() as lines:
+        tiny.classifier_trainer(model, **settings).train(tiny.blobs(), max_steps=1)
     return lines
 
 

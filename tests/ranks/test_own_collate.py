@@ -3,7 +3,6 @@ on any layout with `whole_batches`. Others are not named."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 import paceline
+from heard import heard
 from worlds import run_on_ranks
 
 Collate = Callable[[list[Any]], Any]
@@ -109,10 +109,6 @@ def trained(
     dataset: Dataset[Any], collate: Collate, *, workers: int = 0, **settings: Any
 ) -> tuple[Tensor, list[float], list[str]]:
     """Weights, losses and warnings."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
     torch.manual_seed(0)
     model = Vector()
     trainer = paceline.Trainer(
@@ -125,8 +121,8 @@ def trained(
         log_every=1,
         **settings,
     )
-    losses = trainer.train(DataLoader(dataset, 8, collate_fn=collate, num_workers=workers), epochs=2).losses
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard() as said:
+        losses = trainer.train(DataLoader(dataset, 8, collate_fn=collate, num_workers=workers), epochs=2).losses
     return model.weight.detach(), losses, said
 
 

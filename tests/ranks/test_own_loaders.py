@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.utils.data import (
 )
 
 import paceline
+from heard import heard
 from paceline import dist
 from paceline.errors import DataError
 from samples import ALL
@@ -203,19 +203,14 @@ def double_linear() -> tuple[nn.Linear, torch.optim.Optimizer]:
 def trained_with(data: Any, **settings: Any) -> tuple[Tensor, list[str]]:
     """The weights, and the first lines of warnings."""
     model, optimizer = double_linear()
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage().splitlines()[0])  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    try:
+    with heard() as said:
         trainer = paceline.Trainer(
             model, optimizer, criterion=nn.MSELoss(), run=False, quiet=True, device="cpu", precision="fp64", **settings
         )
         trainer.train(data, epochs=EPOCHS)
-    finally:
-        logging.getLogger("paceline").removeHandler(handler)
+    lines = [warning.splitlines()[0] for warning in said]
     # How long reading takes depends on the machine and its load.
-    return model.weight.detach(), [line for line in said if "slower" not in line and "training waits" not in line]
+    return model.weight.detach(), [line for line in lines if "slower" not in line and "training waits" not in line]
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import warnings
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, random_spli
 
 import paceline
 import tiny
+from heard import heard
 from paceline import dist, testing
 from paceline.errors import PacelineError
 from paceline.train.checks import preflight
@@ -329,12 +329,10 @@ class DrawsOnSecondRank(nn.Linear):
 def test_random_numbers_of_any_rank_are_warned_about_with_their_line(strategy: str) -> None:
     @ranks(2)
     def body() -> None:
-        lines: list[str] = []
-        logging.getLogger("paceline").addHandler(handler := logging.Handler())
-        handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= logging.WARNING else None
         torch.manual_seed(0)
         trainer = tiny.classifier_trainer(nn.Sequential(DrawsOnSecondRank(8, 8), nn.Linear(8, 2)), strategy=strategy)
-        trainer.train(tiny.blobs(), max_steps=2)
+        with heard() as lines:
+            trainer.train(tiny.blobs(), max_steps=2)
         found = [line for line in lines if line.startswith("random numbers:")]
         assert len(found) == (dist.rank() == 0)
         for line in found:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tiny
+from heard import heard
 from paceline import dist
 from paceline.errors import PacelineError
 from worlds import launch, ranks
@@ -45,12 +46,8 @@ def losses_of(**settings: Any) -> list[float]:
 
 def logged(work: Any) -> list[str]:
     """What `work` logs."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
-    work()
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard(logging.NOTSET) as lines:
+        work()
     return lines
 
 

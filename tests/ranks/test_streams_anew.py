@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import logging
 import os
 import random
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import paceline
+from heard import heard
 from worlds import run_on_ranks
 
 SAMPLES = 48
@@ -50,21 +50,16 @@ class Loader(IterableDataset[Any]):
 def train(data: Any, run: Any = False, **limits: Any) -> tuple[collections.Counter[int], list[str]]:
     """What all ranks have read, and the warnings of rank 0."""
     seen: list[int] = []
-    said: list[str] = []
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         if model.training and torch.is_grad_enabled():
             seen.extend(batch.tolist())
         return model(batch.float()[:, None]).mean()
 
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("paceline").addHandler(handler)
     settings: dict[str, Any] = {"run": run, "resume": "auto" if run else None, "quiet": True, "preflight": not run}
     batch = None if isinstance(data, (DataLoader, Loader)) else 8
-    trainer = paceline.Trainer(nn.Linear(1, 1), loss_fn=loss, batch=batch, **settings)
-    trainer.train(data, **limits)
-    logging.getLogger("paceline").removeHandler(handler)
+    with heard() as said:
+        paceline.Trainer(nn.Linear(1, 1), loss_fn=loss, batch=batch, **settings).train(data, **limits)
     return collections.Counter(each for rank in paceline.dist.all_gather_object(seen) for each in rank), said
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from paceline.diagnose.exits import (
@@ -94,7 +93,7 @@ def find_cause(
     exits: Sequence[RankExit],
     *,
     oom_killed: Collection[int] = (),
-    lost_nodes: Mapping[int, str] = MappingProxyType({}),
+    lost_nodes: Mapping[int, str] | None = None,
     several_nodes: bool = False,
 ) -> Cause:
     """The cause of a failed run. `oom_killed`: ranks with evidence that the kernel's OOM killer killed them;

@@ -15,11 +15,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from paceline.errors import LaunchError
@@ -32,65 +32,12 @@ FailureKind = Literal[
     "version-mismatch", "early-exit", "exit", "node-lost", "hang",
 ]  # fmt: skip
 
-# Exit statuses of a launch. A signal is 128 + its number; a rank's own sys.exit(n) is n.
-EXIT_STATUSES: Mapping[FailureKind, int] = MappingProxyType(
-    {
-        "exception": 1,
-        "cpu-memory": 69,
-        "gpu-memory": 70,
-        "oom-killer": 71,
-        "lost-connection": 72,
-        "port-in-use": 73,
-        "timeout": 74,
-        "version-mismatch": 75,
-        "early-exit": 76,
-        "node-lost": 78,
-        "hang": 79,
-    }
-)
-
-FIXES: Mapping[FailureKind, str] = MappingProxyType(
-    {
-        "exception": "",  # part of its message
-        "cpu-memory": "use a smaller micro_batch (accumulate keeps the batch), fewer loader workers, or more memory",
-        "gpu-memory": "use a smaller micro_batch (accumulate keeps the batch), bf16, or a layout that shards the model",
-        "oom-killer": "host memory, not GPU memory, was full: use fewer loader workers, fewer ranks per "
-        "machine, less data held in memory, or raise the memory limit of the job",
-        "signal": "if nobody sent it, check the limits of the scheduler or the container, and the rank's log",
-        "lost-connection": "no rank died, so check the network between these addresses: cables, firewall, MTU",
-        "port-in-use": "choose another port, or omit it to use a free one; check for an old run that still holds it",
-        "timeout": "check the log of the rank that the others waited for; if it is only slow, raise timeout",
-        "version-mismatch": "install the same versions on every machine",
-        "early-exit": "ranks must run the same number of steps: look for a return, a break or data that ends early",
-        "exit": "the script, or a library it uses, called exit; see the rank's log",
-        "hang": "check the lines that the report names; the stacks of all ranks are with the logs of the run",
-        "node-lost": "check that machine: was it shut down, preempted or disconnected from the network?",
-    }
-)
-MISMATCH_FIX = (
-    "call the same collectives in the same order on every rank, with tensors of the same size: look for a call inside "
-    "`if rank == 0:`, a step that only some ranks take, or shapes that depend on the data; PACELINE_DEBUG=1 names the "
-    "calls of every rank"
-)
-SIGNAL_FIXES: Mapping[str, str] = MappingProxyType(
-    {
-        "SIGABRT": "native code gave up: see what it said at the end of the rank's log",
-        "SIGSEGV": "native code crashed: see the end of the rank's log; check for a library built for another torch",
-        "SIGBUS": "a memory-mapped file could not be accessed: check free space on disk and in /dev/shm",
-        "SIGILL": "native code was built for another CPU: install a build for this one",
-    }
-)
-
-_PHASES = {  # of a heartbeat
-    "start": "at the start",
-    "rendezvous": "during rendezvous",
-    "load": "while loading",
-    "first step": "in its first step",
-    "saving": "while saving",
-    "evaluating": "while evaluating",
-    "done": "after training",
-    "returned": "after its code returned",
-}
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_KINDS: Mapping[FailureKind, dict[str, Any]] = _TEXTS["kinds"]
+EXIT_STATUSES = {kind: facts["status"] for kind, facts in _KINDS.items() if "status" in facts}
+FIXES: Mapping[FailureKind, str] = {kind: facts["fix"] for kind, facts in _KINDS.items()}
+MISMATCH_FIX: str = _TEXTS["mismatch"]["fix"]
+SIGNAL_FIXES: Mapping[str, str] = _TEXTS["signals"]
 POLL_SECONDS = 0.1  # how late a launcher may notice an exit; a failure record holds the exact time
 _SHELL_SIGNALS = {128 + number for number in (2, 6, 9, 11, 15)}  # how a shell reports a signal
 
@@ -149,7 +96,7 @@ class RankExit:
     def where(self) -> str:
         """What it was doing, according to its heartbeat; with a leading space, or empty."""
         in_step = self.step is not None and self.phase not in ("first step", "done", "returned")
-        places = [f"in step {self.step}" if in_step else "", _PHASES.get(self.phase, "")]
+        places = [f"in step {self.step}" if in_step else "", _TEXTS["phases"].get(self.phase, "")]
         return f" {words}" if (words := ", ".join(filter(None, places))) else ""
 
     def to_json(self) -> dict[str, Any]:
@@ -182,20 +129,7 @@ def unrecorded(folder: RunFolder, rank: int, code: int | None, when: float) -> F
 Signature = Literal["cpu-memory", "gpu-memory", "lost-connection", "port-in-use", "timeout", "version-mismatch"]
 
 _VERSION_CODES = {"world.different-versions", "launch.node-differs"}
-_PORT = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_CPU_MEMORY = re.compile(r"(?m)^([\w.]*_Array)?MemoryError\b|DefaultCPUAllocator: (can't allocate|not enough)")
-_GPU_MEMORY = re.compile(r"(CUDA|HIP|XPU) out of memory|\bOutOfMemoryError\b")
-_TIMEOUT = re.compile(
-    r"Timed out waiting \d+ms|Timed out after \d+ seconds waiting for clients|timed out after \d+ms"
-    r"|Watchdog caught collective operation timeout|Application timeout caused pair closure"
-    r"|DistStoreError: .*[Tt]ime|wait timeout after \d+ms"
-)
-_LOST = re.compile(
-    r"(gloo/|RuntimeError: |DistBackendError: ).*(Connection (reset|closed) by peer|Broken pipe)"
-    r"|remote process exited or there was a network error|ncclRemoteError"
-    r"|DistNetworkError|failed to recv, got 0 bytes|Ranks wait in a collective for a rank that has ended"
-)
-_MISMATCH = re.compile(r"op\.preamble\.length <= op\.nbytes|distributed collective mismatch")
+_PATTERNS = {name: re.compile("|".join(parts)) for name, parts in _TEXTS["patterns"].items()}
 _PEER = re.compile(r"(?:peer|error) (?:\[([\da-fA-F.:]+)\]:|([\w.-]+)<)(\d+)")
 _BLAMED = re.compile(r" failed on rank (\d+): ")
 _CHAIN = re.compile(r"\n(?:The above exception was the direct cause|During handling of the above exception)")
@@ -208,15 +142,15 @@ def classify(text: str, code: str) -> Signature | None:
     text = _without_source(_CHAIN.split(text)[0])
     if code in _VERSION_CODES:
         return "version-mismatch"
-    if code.endswith(".port-in-use") or _PORT.search(text):
+    if code.endswith(".port-in-use") or _PATTERNS["port-in-use"].search(text):
         return "port-in-use"
-    if _CPU_MEMORY.search(text) or (code == "train.out-of-memory" and "(cpu)" in text):
+    if _PATTERNS["cpu-memory"].search(text) or (code == "train.out-of-memory" and "(cpu)" in text):
         return "cpu-memory"
-    if code == "train.out-of-memory" or _GPU_MEMORY.search(text):
+    if code == "train.out-of-memory" or _PATTERNS["gpu-memory"].search(text):
         return "gpu-memory"
-    if _TIMEOUT.search(text):
+    if _PATTERNS["timeout"].search(text):
         return "timeout"
-    if _LOST.search(text):
+    if _PATTERNS["lost-connection"].search(text):
         return "lost-connection"
     return None
 
@@ -235,7 +169,7 @@ def blamed_rank(text: str) -> int | None:
 def is_mismatch(text: str) -> bool:
     """Whether gloo received the message of another collective, or a tensor of another size. It throws in a thread of
     its own, which aborts the process, or in the one that waits."""
-    return _MISMATCH.search(text) is not None
+    return _PATTERNS["mismatch"].search(text) is not None
 
 
 def has_traceback(text: str) -> bool:
@@ -307,7 +241,8 @@ def _read(log: int) -> Iterator[tuple[int, str]]:
 def _count() -> int:
     """OOM kills so far in our memory cgroup; on the whole machine only if no cgroup has a counter, because that one
     includes everybody who shares the machine."""
-    for path in (*_cgroup_files(), Path("/proc/vmstat")):
+    names = ("memory.events", "memory.oom_control")  # of cgroup v2 and v1
+    for path in (*(folder / name for folder in cgroups("memory") for name in names), Path("/proc/vmstat")):
         with suppress(OSError):
             for line in path.read_text().splitlines():
                 if line.startswith("oom_kill "):
@@ -315,20 +250,17 @@ def _count() -> int:
     return 0
 
 
-def _cgroup_files() -> Iterator[Path]:
-    """Counter files of our memory cgroup and its parents, nearest first, for cgroup v1 and v2. In a container the path
-    may be the host's; then the one mounted at the root is ours."""
+def cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
+    """The folders of our cgroup and its parents, nearest first, for cgroup v1 and v2. In a container the path may be
+    the host's; then the one mounted at the root is ours. `root`: where /proc and /sys are."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, inside = line.split(":", 2)
-        if controllers == "":
-            root, name = Path("/sys/fs/cgroup"), "memory.events"
-        elif "memory" in controllers.split(","):
-            root, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
-        own = root / inside.lstrip("/")
-        yield from (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        own = mount / inside.lstrip("/")
+        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))

@@ -58,7 +58,7 @@ class Supervisor:
     ) -> Restart | GiveUp:
         """`suspects`: by rank, the recorded samples of the step that failed twice. `hang`: for which the ranks were
         stopped."""
-        cause = find_cause(exits, oom_killed=oom_killed, lost_nodes=lost_nodes or {}, several_nodes=several_nodes)
+        cause = find_cause(exits, oom_killed=oom_killed, lost_nodes=lost_nodes, several_nodes=several_nodes)
         if hang is not None and not lost_nodes:
             cause = hang_cause(hang, exits)
         blamed = next((each for each in exits if each.rank == cause.rank), None)

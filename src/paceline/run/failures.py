@@ -187,15 +187,13 @@ def _without_dump(lines: list[str]) -> list[str]:
     if start is None:
         return lines
     crashed = next((number for number in range(start, len(lines)) if lines[number].startswith("Current thread")), start)
-    kept = []
+    kept, programs = [], Path(sys.executable).parent  # where `paceline` itself is
     for number, line in enumerate(lines[start + 1 :], start + 1):
         is_crash = crashed < number <= crashed + _CRASH_FRAMES and crashed > start
-        if (found := _DUMPED.match(line)) and (is_crash or _is_script(found[1])):
+        if (found := _DUMPED.match(line)) and (
+            is_crash or (is_user_file(found[1]) and Path(found[1]).parent != programs)
+        ):
             kept.append(line)
         elif number == crashed:
             kept.append("in the thread that crashed, innermost call first:")
     return lines[: start + 1] + kept
-
-
-def _is_script(file: str) -> bool:
-    return is_user_file(file) and Path(file).parent != Path(sys.executable).parent  # not `paceline` itself

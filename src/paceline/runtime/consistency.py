@@ -68,7 +68,8 @@ def capture_error(work: Callable[[], Report], wrap: Callable[[str], PacelineErro
     except PacelineError as error:
         return {"error": error.to_dict()}
     except Exception as error:
-        return {"error": wrap(_reason(error)).to_dict()}
+        reason = error.strerror if isinstance(error, OSError) else None
+        return {"error": wrap(reason or f"{type(error).__name__}: {error}").to_dict()}
 
 
 def raise_first_error(reports: Sequence[Report]) -> None:
@@ -117,11 +118,6 @@ def _coded(error: Exception) -> PacelineError:
     if isinstance(error, PacelineError):
         return error
     return CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see the error of that rank")
-
-
-def _reason(error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) else None
-    return reason or f"{type(error).__name__}: {error}"
 
 
 _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 3, 1.0  # a new file may be invisible for a while on a network filesystem

@@ -60,15 +60,10 @@ def memory_of(device: torch.device, local_ranks: int) -> int:
     if device.type == "cuda":
         ranks_per_gpu = -(-local_ranks // torch.cuda.device_count())
         return int(torch.cuda.get_device_properties(device).total_memory) // ranks_per_gpu
-    return _machine_memory() // local_ranks
-
-
-def _machine_memory() -> int:
-    """The memory of the machine, or the limit of the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a container
     text = limit.read_text().strip() if limit.exists() else "max"
-    return total if text == "max" else min(total, int(text))
+    return (total if text == "max" else min(total, int(text))) // local_ranks
 
 
 def activate(device: torch.device) -> None:

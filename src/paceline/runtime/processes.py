@@ -41,7 +41,13 @@ def set_title(title: str, name: str) -> None:
         if start and end > start:  # 0 where the system hides them
             space = end - start - 1  # a zero at the end
             ctypes.memmove(start, title.encode(errors="replace")[:space].ljust(space, b"\0"), space)
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+    prctl(_PR_SET_NAME, name.encode()[:15])
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Of Linux; elsewhere it does nothing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def fork() -> int:

@@ -197,8 +197,11 @@ class SampleKeys:
     def _hash(self, step: int, start: int, count: int) -> NDArray[numpy.int32]:
         """Keys of shape (samples, 2)."""
         first = numpy.uint64(derive_seed(self.seed, step))
-        positions = numpy.arange(start, start + count, dtype=numpy.uint64)
-        return _mixed(positions * _INCREMENT + first).view(numpy.int32).reshape(count, 2)
+        values = numpy.arange(start, start + count, dtype=numpy.uint64) * _INCREMENT + first
+        # The finalizer of splitmix64.
+        values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
+        return (values ^ (values >> numpy.uint64(31))).view(numpy.int32).reshape(count, 2)
 
     def save(self) -> SavedKeys:
         self.wake()
@@ -232,10 +235,3 @@ class _Active:
 
 
 active = _Active()
-
-
-def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
-    """The finalizer of splitmix64."""
-    values = (values ^ (values >> numpy.uint64(30))) * numpy.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> numpy.uint64(27))) * numpy.uint64(0x94D049BB133111EB)
-    return values ^ (values >> numpy.uint64(31))

@@ -128,8 +128,7 @@ class Trainer(TrainerMethods, MethodHints):
         values["metrics"], functions = split_metrics(metrics)
         config = Config.from_dict(values, origin=KEYWORDS)
         hook = check_comm_hook(comm_hook, comm_state)
-        measured = build_metrics(config, functions, model, criterion)
-        called = Callbacks(callbacks)
+        called, measured = Callbacks(callbacks), build_metrics(config, functions, model, criterion)
         task = UserObjects(optimizer, loss_fn, criterion, scheduler, measured, collate_fn, hook, called)
         self._set_up(config, model, task, device)
 
@@ -164,8 +163,8 @@ class Trainer(TrainerMethods, MethodHints):
         trainer = cls.__new__(cls)
         config, notes = drop_inherited_options(config)
         model = model or recipe_objects.build_model(config)
-        measured = build_metrics(config, metrics, model)
-        task = UserObjects(metrics=measured, callbacks=Callbacks(callbacks), notes=notes)
+        called, measured = Callbacks(callbacks), build_metrics(config, metrics, model)
+        task = UserObjects(metrics=measured, callbacks=called, notes=notes)
         trainer._set_up(config, model, task, config.device)
         return trainer
 

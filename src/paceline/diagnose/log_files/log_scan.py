@@ -217,9 +217,7 @@ class LogLine:
 
 def parse(file: str, number: int, raw: str, rank: int | None = None) -> LogLine:
     """`rank`: that of the file, if each rank has its own."""
-    text = _ANSI.sub("", raw).rstrip("\r\n")
-    if "\r" in text:  # a progress bar rewrites its line
-        text = text.rpartition("\r")[2]
+    text = _ANSI.sub("", raw).rstrip("\r\n").rpartition("\r")[2]  # a progress bar rewrites its line
     node, pid = "", None
     for _ in range(3):  # prefixes of several programs follow each other
         time = _TIME.match(text)

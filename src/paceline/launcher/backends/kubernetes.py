@@ -98,8 +98,8 @@ _MAX_NAME = 40  # pods add a suffix, up to 63 characters
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of claims and secrets
 _IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,499}")
 _QUANTITY = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MOUNT = re.compile(r"/[^:\x00-\x1f\x7f]{1,4000}")
+_NOT_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9/_.-]+")
 _MAX_ITEMS = 128  # arguments, or variables, of a TrainJob
 
@@ -121,7 +121,6 @@ class ManifestOptions:
     memory: str | None = None  # e.g. 64Gi
     secret: str | None = None  # that contains the token; default: NAME-token
     claims: Mapping[str, str] = field(default_factory=dict)  # names of volume claims, with their mount paths
-    env: Mapping[str, str] = field(default_factory=dict)
     restarts: int = 3  # maximum restarts of a JobSet after a pod is lost
     grace: int = 120  # seconds between SIGTERM and SIGKILL
 
@@ -149,9 +148,10 @@ def _filled(template: Any, values: Mapping[str, Any]) -> Any:
 def _values(request: ManifestOptions) -> dict[str, Any]:
     """By their names in kubernetes.yaml."""
     claims = {f"claim-{number}": claim for number, claim in enumerate(request.claims.items())}
+    token = {"name": request.secret or f"{request.name}-token", "key": "token"}
     return vars(request) | {
-        "arguments": _literal(request.arguments),
-        "env": _env(request),
+        "arguments": [argument.replace("$", "$$") for argument in request.arguments],
+        "env": [{"name": TOKEN, "valueFrom": {"secretKeyRef": token}}] if request.nodes > 1 else [],
         "gpus": str(request.gpus) if request.gpus else None,
         "mounts": [{"name": name, "mountPath": path} for name, (_, path) in claims.items()],
         "place": _place(request),
@@ -170,18 +170,6 @@ def _place(request: ManifestOptions) -> list[str]:
         return ranks
     master = f"{request.name}-node-0-0.{request.name}:{DEFAULT_PORT}"
     return ["--nodes", str(request.nodes), "--node-rank", "$(JOB_COMPLETION_INDEX)", "--master", master, *ranks]
-
-
-def _env(request: ManifestOptions) -> list[dict[str, Any]]:
-    variables: list[dict[str, Any]] = []
-    if request.nodes > 1:
-        secret = {"name": request.secret or f"{request.name}-token", "key": "token"}
-        variables.append({"name": TOKEN, "valueFrom": {"secretKeyRef": secret}})
-    return [*variables, *({"name": name, "value": _literal([value])[0]} for name, value in request.env.items())]
-
-
-def _literal(texts: Sequence[str]) -> list[str]:
-    return [text.replace("$", "$$") for text in texts]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -213,14 +201,8 @@ def _check(request: ManifestOptions) -> None:
     for claim, path in request.claims.items():
         _require("volume claim", _OBJECT, claim, names)
         _require("mount path", _MOUNT, path, "pass an absolute path without a colon")
-    for name, value in request.env.items():
-        _require("variable name", _VARIABLE, name, "use letters, digits and _")
-        _require_text(f"variable {name}", value)
-        if name == TOKEN or name.startswith("PET_"):
-            fix = "the token is read from a Secret; the runtime sets PET_*"
-            raise invalid(f"{name} cannot be set in a manifest.", fix)
-    for argument in request.arguments:
-        _require_text("argument", argument)
+    if any(map(_NOT_TEXT.search, request.arguments)):
+        raise invalid("Invalid argument: contains NUL or is not valid UTF-8.", "pass text only")
     _check_numbers(request)
 
 
@@ -229,22 +211,13 @@ def _check_numbers(request: ManifestOptions) -> None:
     for what, fewest in least.items():
         if not fewest <= getattr(request, what) <= 100_000:
             raise invalid(f"Invalid value for {what}: {getattr(request, what)}.", f"pass at least {fewest}")
-    if request.kind == "trainjob" and max(len(request.arguments), len(request.env) + 1) > _MAX_ITEMS:
+    if request.kind == "trainjob" and len(request.arguments) > _MAX_ITEMS:
         raise invalid(f"Too many arguments or variables for a TrainJob (limit: {_MAX_ITEMS}).", "use kind=jobset")
 
 
 def _require(what: str, pattern: re.Pattern[str], text: str | None, fix: str, *, longest: int = 4096) -> None:
     if text is not None and (len(text) > longest or not pattern.fullmatch(text)):
         raise invalid(f"Invalid {what}: {text[:80]!a}.", fix)
-
-
-def _require_text(what: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        text = "\0"
-    if "\0" in text:
-        raise invalid(f"Invalid {what}: contains NUL or is not valid UTF-8.", "pass text only")
 
 
 def invalid(what: str, fix: str) -> LaunchError:

@@ -26,7 +26,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
 from pathlib import Path
@@ -178,7 +178,8 @@ class Host:
 def read_hosts(text: str) -> tuple[Host, ...]:
     """The hosts in a hostfile, if `text` is the path of a file; otherwise those listed in `text`."""
     if _is_file(text):
-        hosts = tuple(_in_lines(text))
+        lines = [line.partition("#")[0].strip(" \t") for line in _read(text).splitlines()]
+        hosts = tuple(_host(line, f"line {number} of {text!r}") for number, line in enumerate(lines, 1) if line)
         if not hosts:
             raise LaunchError(
                 "bad-hosts", f"The hostfile {text!r} contains no hosts.", fix="write one host per line: host slots=4"
@@ -196,13 +197,6 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):  # not a valid path
         return False
-
-
-def _in_lines(path: str) -> Iterator[Host]:
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        entry = line.partition("#")[0].strip(" \t")
-        if entry:
-            yield _host(entry, f"line {number} of {path!r}")
 
 
 def _read(path: str) -> str:

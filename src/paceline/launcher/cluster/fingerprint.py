@@ -28,18 +28,14 @@ _MAX_BYTES = 16 << 20
 
 
 def fingerprint(*, script: Path | None, recipe: Mapping[str, Any] | None) -> Fingerprint:
+    recipe = recipe or {}
     versions = {"paceline": _version("paceline"), "python": platform.python_version(), "torch": _version("torch")}
+    keys = flatten({key: value for key, value in recipe.items() if key != "launch"})  # which differs between nodes
     return {
         "version": versions,
-        "code": _code(script, recipe or {}),
-        "recipe": {} if recipe is None else _recipe(recipe),
+        "code": _code(script, recipe),
+        "recipe": {key: json.dumps(value) for key, value in keys.items()},
     }
-
-
-def _recipe(recipe: Mapping[str, Any]) -> dict[str, str]:
-    """All keys but `launch`, which differs between nodes."""
-    flat = flatten({key: value for key, value in recipe.items() if key != "launch"})
-    return {key: json.dumps(value) for key, value in flat.items()}
 
 
 def differences(first: Fingerprint, other: Fingerprint) -> list[str]:

@@ -9,7 +9,6 @@ pipes of the rank. Signals are blocked from each fork until the handlers of the 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import select
@@ -17,7 +16,6 @@ import signal
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.context import ForkProcess
@@ -26,9 +24,9 @@ from types import FrameType
 
 from paceline.errors import LaunchError
 from paceline.launcher.local.interrupts import HANDLED
-from paceline.runtime.processes import fork, set_title
+from paceline.runtime.processes import prctl, run_forked, set_title
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # Linux prctl
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # elsewhere than on Linux, what ranks leave running stays
 _BLOCKED = {*HANDLED, signal.SIGUSR2, signal.SIGCHLD}
 _POLL_SECONDS = 0.1
 # What ranks left running may exit by itself, then gets SIGTERM, then SIGKILL; after the last limit it is given up.
@@ -69,18 +67,13 @@ class RankProcesses:
         pipes = (reports, commands, interrupted)
         launcher = os.getpid()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-        self._parent = fork()
-        if self._parent == 0:
-            status = 1
-            try:
-                for descriptor in (self._reports, self._commands, self.interrupted):
-                    os.close(descriptor)
-                _Parent(self, launcher, pipes, mask).run()
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
+
+        def parent() -> None:
+            for descriptor in (self._reports, self._commands, self.interrupted):
+                os.close(descriptor)
+            _Parent(self, launcher, pipes, mask).run()
+
+        self._parent = run_forked(parent)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for descriptor in pipes:
             os.close(descriptor)
@@ -163,7 +156,7 @@ class _Parent:
 
     def run(self) -> None:
         set_title("paceline: parent of ranks", "pl-parent")
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._handle_signals()
         for local in range(self._ranks._number):
             self._start(local)
@@ -213,8 +206,8 @@ class _Parent:
         self._report(b"s", local, process.pid)
 
     def _become_rank(self, local: int, parent: int) -> None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # its daemons are inherited from it when it exits, not before
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_CHILD_SUBREAPER, 1)  # its daemons are inherited from it when it exits, not before
         if os.getppid() != parent:
             os._exit(1)
         signal.set_wakeup_fd(-1)
@@ -298,11 +291,6 @@ def _children() -> list[int]:
             if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(path.parent.name))
     return found
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":  # elsewhere, what ranks leave running stays
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _fork_failed(local: int, number: int) -> LaunchError:

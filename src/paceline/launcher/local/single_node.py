@@ -74,7 +74,7 @@ def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLog
             local_status.show_cause(verdict.cause, logs)
             return verdict.cause.status
         suspect = verdict.suspect
-        restart = {"cause": vars(verdict.cause), "number": supervisor.restarts, "of": spec.max_restarts}
-        log.info(local_status.describe_restart({**restart, "delay": verdict.delay}))
+        restart = {"kind": "restart", "number": supervisor.restarts, "of": spec.max_restarts}
+        log.info(local_status.describe_progress({**restart, "cause": vars(verdict.cause), "delay": verdict.delay}))
         time.sleep(verdict.delay)
     raise AssertionError("unreachable")

@@ -184,10 +184,12 @@ def open_logs(spec: LaunchSpec) -> Iterator[RankLogs]:
 
 
 @contextmanager
-def temporary_logs() -> Iterator[RankLogs]:
-    """Logs of a launch without a run folder, removed at its end."""
-    with _temporary_folder() as made:
-        yield RankLogs(made, None)
+def temporary_logs(run: RunFolder | None = None) -> Iterator[RankLogs]:
+    """Logs of a launch without a run folder, or of a node that can't write to it, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="paceline-") as path:
+        made = RunFolder(Path(path))
+        made.logs.mkdir()
+        yield RankLogs(made, run)
 
 
 @contextmanager
@@ -197,8 +199,8 @@ def shared_logs(run: str | None) -> Iterator[RankLogs]:
     if shared_run is not None and _can_log_to(shared_run):
         yield RankLogs(shared_run, shared_run)
         return
-    with _temporary_folder() as made:
-        yield RankLogs(made, shared_run)
+    with temporary_logs(shared_run) as logs:
+        yield logs
 
 
 def _can_log_to(run: RunFolder) -> bool:
@@ -207,14 +209,6 @@ def _can_log_to(run: RunFolder) -> bool:
     except OSError:  # this node has no such disk, or no permission to write there
         return False
     return True
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[RunFolder]:
-    with tempfile.TemporaryDirectory(prefix="paceline-") as path:
-        made = RunFolder(Path(path))
-        made.logs.mkdir()
-        yield made
 
 
 def _is_unused(run: RunFolder) -> bool:

@@ -72,16 +72,11 @@ def describe_progress(message: Mapping[str, Any], names: Sequence[str] = ()) -> 
         missing = ", ".join(names[node] if names else str(node) for node in message["missing"])
         return f"waiting for nodes: {message['joined']} of {message['nodes']} joined, missing: {missing}"
     if message["kind"] == "restart":
-        return describe_restart(message)
+        cause, delay = message["cause"], message["delay"]
+        when = f" in {delay:g} s" if delay else ""
+        number = f"restart {message['number']} of {message['of']}"
+        return f"{number}{when}: {cause['what'].splitlines()[0]} ({cause['kind']})"
     return str(message.get("text", ""))
-
-
-def describe_restart(message: Mapping[str, Any]) -> str:
-    """The log line of a restart."""
-    cause, delay = message["cause"], message["delay"]
-    when = f" in {delay:g} s" if delay else ""
-    number = f"restart {message['number']} of {message['of']}"
-    return f"{number}{when}: {cause['what'].splitlines()[0]} ({cause['kind']})"
 
 
 def show_end(message: Mapping[str, Any], logs: RankLogs | None) -> None:

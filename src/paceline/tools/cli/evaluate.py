@@ -15,6 +15,7 @@ import typer
 
 from paceline.config.launch import LaunchSpec
 from paceline.errors import ConfigError, TrainError
+from paceline.text import columns
 from paceline.tools.cli import options, workloads
 
 if TYPE_CHECKING:
@@ -124,9 +125,7 @@ def _shown(trainer: Trainer, values: Mapping[str, float], as_json: bool) -> str:
         metrics = {name: value if isfinite(value) else None for name, value in values.items()}
         found = {"checkpoint": folder.short(source.path), "step": source.step, "metrics": metrics}
         return json_format.dumps(found, indent=2)
-    width = max(map(len, ("checkpoint", *values)))
-    rows = [f"{name:<{width}}  {value:.6g}" for name, value in values.items()]
-    return "\n".join([f"{'checkpoint':<{width}}  {source}", *rows])
+    return columns([("checkpoint", str(source)), *((name, f"{value:.6g}") for name, value in values.items())])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -126,18 +127,14 @@ def _sweep_values(path: Path) -> dict[str, Any]:
 
 def _explain_address(host: str, port: int) -> None:
     if host in ("127.0.0.1", "::1", "localhost"):
-        line = f"ssh -L {port}:localhost:{port} {_user()}{socket.gethostname()}"
+        user = ""
+        with suppress(KeyError, OSError):  # a container may have no name for the user
+            user = f"{getpass.getuser()}@"
+        line = f"ssh -L {port}:localhost:{port} {user}{socket.gethostname()}"
         print(f"from another machine, run there first: {line}", file=sys.stderr)
     else:
         who = f"anybody who can reach {host}:{port} and sees this address"
         print(f"warning: {who} can read these runs; the connection is not encrypted", file=sys.stderr)
-
-
-def _user() -> str:
-    try:
-        return f"{getpass.getuser()}@"
-    except (KeyError, OSError):  # a container may have no name for the user
-        return ""
 
 
 def report(

@@ -35,19 +35,14 @@ def read_recipe(arguments: list[str] | None, ranks: int | None, *, settled: bool
     if ranks is not None:
         overrides = [*overrides, f"launch.ranks={ranks}"]
     config = Config.default(overrides) if path is None else Config.from_file(path, overrides)
-    return _settled(config) if settled else config, "gpt" if path is None else Path(path).stem
+    if settled and config.inherited:
+        from paceline.runtime.processes import call_in_child
+        from paceline.train.recipe_objects import drop_inherited_options
 
-
-def _settled(config: Config) -> Config:
-    if not config.inherited:
-        return config
-    from paceline.runtime.processes import call_in_child
-    from paceline.train.recipe_objects import drop_inherited_options
-
-    config, notes = drop_inherited_options(config, call_in_child)
-    for note in notes:
-        log.info(note)
-    return config
+        config, notes = drop_inherited_options(config, call_in_child)
+        for note in notes:
+            log.info(note)
+    return config, "gpt" if path is None else Path(path).stem
 
 
 def check_own_code(config: Config) -> None:
@@ -122,13 +117,6 @@ def require_script(target: Target) -> None:
         raise LaunchError("no-script", f"{path} is a folder without a __main__.py.", fix="pass a script in it")
 
 
-def _parsed(script: Path) -> ast.Module:
-    try:
-        return ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return ast.Module([], [])  # the ranks report the error
-
-
 def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
     """The recipe file, if any, and the overrides."""
     recipes = [argument for argument in arguments if "=" not in argument or Path(argument).is_file()]
@@ -143,7 +131,10 @@ def split_arguments(arguments: list[str]) -> tuple[str | None, list[str]]:
 
 def _imports_paceline(script: Path) -> bool:
     """Whether the script imports paceline at its top level."""
-    statements = _parsed(script).body
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # the ranks report the error
     names = [name.name for each in statements if isinstance(each, ast.Import) for name in each.names]
     names += [each.module or "" for each in statements if isinstance(each, ast.ImportFrom)]
     return any(name.split(".")[0] == "paceline" for name in names)

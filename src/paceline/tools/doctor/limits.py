@@ -13,12 +13,12 @@ import resource
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from paceline.diagnose.exits import cgroups
 from paceline.text import format_bytes, plural
 from paceline.tools.doctor.finding import Finding, Status, graded, level_of
 
@@ -59,14 +59,8 @@ class LimitFacts:
         return min(self.affinity, self.quota)
 
 
-def check(
-    ranks: int, *, has_infiniband: bool = False, several_hosts: bool = False, root: Path = Path("/")
-) -> list[Finding]:
-    """`ranks`: on this machine. `root`: where /proc, /sys, /dev and /run are."""
-    return judge(read(root), ranks, has_infiniband=has_infiniband, several_hosts=several_hosts)
-
-
 def read(root: Path = Path("/")) -> LimitFacts:
+    """`root`: where /proc, /sys, /dev and /run are."""
     available, limit = _memory(root)
     affinity, quota = read_cores(root)
     return LimitFacts(
@@ -86,6 +80,7 @@ def read(root: Path = Path("/")) -> LimitFacts:
 
 
 def judge(facts: LimitFacts, ranks: int, *, has_infiniband: bool = False, several_hosts: bool = False) -> list[Finding]:
+    """`ranks`: on this machine."""
     return [
         _judge_shared_memory(facts),
         _judge_open_files(facts),
@@ -102,24 +97,11 @@ def read_cores(root: Path = Path("/")) -> tuple[int, float]:
     """Cores that this process may run on, and how many of them its cgroup may use at a time."""
     affinity = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     quota = math.inf
-    for folder in _cgroups(root, "cpu"):
+    for folder in cgroups("cpu", root):
         words = text_of(folder / "cpu.max").split() or [text_of(folder / f"cpu.cfs_{name}_us") for name in _V1_QUOTA]
         if all(word.isdecimal() for word in words):  # else `max` or -1: unlimited
             quota = min(quota, int(words[0]) / int(words[1]))
     return affinity, quota
-
-
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of our cgroup and its parents, for cgroup v1 and v2. In a container the path may be the host's; then
-    the one mounted at the root is ours."""
-    mounts = root / "sys/fs/cgroup"
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        _, controllers, inside = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = mounts / controller if controllers else mounts
-        own = mount / inside.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))
 
 
 def text_of(path: Path) -> str:
@@ -158,7 +140,7 @@ def _shared_memory(folder: Path) -> tuple[float, float] | None:
 def _threads(root: Path) -> float:
     # The kernel does not apply RLIMIT_NPROC to root.
     left = math.inf if os.geteuid() == 0 else _rlimit(resource.RLIMIT_NPROC)[0]
-    for folder in _cgroups(root, "pids"):
+    for folder in cgroups("pids", root):
         if (limit := _number(folder / "pids.max")) < math.inf:
             left = min(left, limit - int(text_of(folder / "pids.current") or 0))
     return left
@@ -168,7 +150,7 @@ def _memory(root: Path) -> tuple[float, float]:
     """What is available, and the limit of the cgroup. Cached files count as available."""
     available = 1024 * float(_fields(root / "proc/meminfo").get("MemAvailable", math.inf))
     lowest = math.inf
-    for folder in _cgroups(root, "memory"):
+    for folder in cgroups("memory", root):
         limit = min(_number(folder / "memory.max"), _number(folder / "memory.limit_in_bytes"))
         if limit < math.inf:
             used = min(_number(folder / "memory.current"), _number(folder / "memory.usage_in_bytes"))

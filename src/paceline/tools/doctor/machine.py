@@ -43,7 +43,7 @@ def check_machine(
         *software.check(gpu_facts.gpus),
         *gpus.check(gpu_facts),
         *interfaces.check_fabric(adapters, len(gpu_facts.gpus), several_hosts),
-        *limits.check(ranks, has_infiniband=needs_locked_memory, several_hosts=several_hosts),
+        *limits.judge(limits.read(), ranks, has_infiniband=needs_locked_memory, several_hosts=several_hosts),
         *storage.check(folder),
         *interfaces.check(network, port=port, several_hosts=several_hosts),
         *variables.check(values),

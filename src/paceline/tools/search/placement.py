@@ -13,14 +13,12 @@ lock is free when all of them have exited.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +29,7 @@ from paceline.errors import PacelineError, SearchError
 from paceline.launcher.backends.ssh import read_hosts
 from paceline.launcher.workload import usable_gpus
 from paceline.run import regular_files
-from paceline.runtime.processes import fork
+from paceline.runtime.processes import prctl, run_forked
 from paceline.runtime.scheduler_env import read_allocation
 
 _HERE = ""  # the name of this machine
@@ -247,20 +245,15 @@ def start(body: Callable[[], int], *, output: Path, lock: Path, env: Mapping[str
     sys.stdout.flush()
     sys.stderr.flush()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-    pid = fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        return TrialProcess(pid)
-    status = 1
-    try:
+
+    def trial() -> int:
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != sweep:
-            os._exit(128 + signal.SIGTERM)
+            return 128 + signal.SIGTERM
         held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)  # until the last process of this trial has exited
@@ -269,20 +262,27 @@ def start(body: Callable[[], int], *, output: Path, lock: Path, env: Mapping[str
                 raise
         _direct_streams(output)
         os.environ.update(env)
-        status = body()
+        return _status_of(body)
+
+    process = run_forked(trial)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return TrialProcess(process)
+
+
+def _status_of(body: Callable[[], int]) -> int:
+    """What it returns, or the exit status after an exception."""
+    try:
+        return body()
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
     except PacelineError as error:
         sys.stderr.write(f"{error}\n")
-        status = 2
+        return 2
     except KeyboardInterrupt:
-        status = 128 + signal.SIGINT
-    except BaseException:
-        traceback.print_exc()
+        return 128 + signal.SIGINT
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
 
 
 def _direct_streams(output: Path) -> None:

@@ -31,7 +31,7 @@ from paceline.config.recipe import Config
 from paceline.errors import ConfigError, LayoutError
 from paceline.launcher.function import launch
 from paceline.plan.layout import AXIS_NAMES, STRATEGIES
-from paceline.text import format_value, parse_pairs
+from paceline.text import columns, format_value, parse_pairs
 
 DEFAULT_LAYOUTS = ("ddp:2", "ddp:3", "fsdp:2", "hsdp:4", "tp:2", "shard=2 tensor=2", "pp:2", "pipeline=2 shard=2")
 BITS_LAYOUTS = ("ddp:2", "ddp:3", "ddp:4")
@@ -120,12 +120,9 @@ class ParityReport:
 
     def __str__(self) -> str:
         head = ("layout", "loss", "gradient norm", "weights", "evaluation", "")
-        lines = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
         loss = " → ".join(format_value(self.reference.losses[number]) for number in (0, -1))
-        text = [f"one process: {len(self.reference.losses)} steps, loss {loss}, {self.precision}"]
-        text += ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join(line.rstrip() for line in text)
+        about = f"one process: {len(self.reference.losses)} steps, loss {loss}, {self.precision}"
+        return f"{about}\n{columns([head, *map(_cells, self.rows)])}"
 
 
 def parity(

@@ -11,7 +11,7 @@ import math
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -142,10 +142,6 @@ class RankStatistics:
     def ranks(self) -> list[int]:
         return sorted(rank for rank, file in self._files.items() if file.steps)
 
-    @property
-    def is_sampled(self) -> bool:
-        return any(file.sampled for file in self._files.values())
-
     def table(self, columns: int, batch: int | None) -> dict[str, Any]:
         """Rows of ranks by name of a quantity; `steps` are those at which columns begin, and the end."""
         ranks = self.ranks
@@ -162,7 +158,8 @@ class RankStatistics:
         shown = {
             name: [[value and rounded(value, 4) for value in row] for row in found] for name, found in known.items()
         }
-        return {"ranks": ranks, "steps": edges, "rows": shown, "sampled": self.is_sampled}
+        sampled = any(file.sampled for file in self._files.values())
+        return {"ranks": ranks, "steps": edges, "rows": shown, "sampled": sampled}
 
     def _cells(self, rank: int, column: int, edges: Sequence[float]) -> list[float | None]:
         file = self._files[rank]
@@ -175,14 +172,14 @@ class RankStatistics:
         return cells
 
 
-def _by_column(rows: Rows, change: Callable[[float, list[float]], float]) -> Rows:
-    columns = [[value for value in column if value is not None] for column in zip(*rows, strict=True)]
-    return [[None if value is None else change(value, columns[n]) for n, value in enumerate(row)] for row in rows]
-
-
 def _relative(own_time: Rows) -> Rows:
     """The own time of a rank in a step, as a multiple of the median of all ranks."""
-    return _by_column(own_time, lambda value, column: value / middle if (middle := median(column)) > 0 else 1.0)
+    columns = [[value for value in column if value is not None] for column in zip(*own_time, strict=True)]
+    middles = [median(column) if column else 0.0 for column in columns]
+    return [
+        [None if value is None else value / middles[n] if middles[n] > 0 else 1.0 for n, value in enumerate(row)]
+        for row in own_time
+    ]
 
 
 def _waiting(rows: dict[str, Rows], batch: int | None) -> Rows:

@@ -37,7 +37,7 @@ CHECK = """
 import json, os, resource, sys
 from paceline.tools.doctor import limits
 {setup}
-print(json.dumps([vars(each) for each in limits.check({arguments})]))
+print(json.dumps([vars(each) for each in limits.judge(limits.read(), {arguments})]))
 """
 
 
@@ -105,7 +105,7 @@ def test_shared_memory_that_killed_jobs_filled_is_to_be_cleaned_up_rather_than_e
 
 
 def test_a_machine_without_shared_memory_is_a_failure(tmp_path: Path) -> None:
-    found = named("shared memory", limits.check(1, root=tmp_path))
+    found = named("shared memory", limits.judge(limits.read(tmp_path), 1))
     assert found.status == "fail" and "/dev/shm does not exist" in found.what
 
 
@@ -205,18 +205,18 @@ def test_the_memory_limit_of_a_cgroup_counts_without_cached_files(
     tmp_path: Path, cgroup: str, files: dict[str, str]
 ) -> None:
     root = recorded(tmp_path, cgroup, {f"sys/fs/cgroup/{name}": text for name, text in files.items()})
-    found = named("memory", limits.check(2, root=root))
+    found = named("memory", limits.judge(limits.read(root), 2))
     assert (
         found.status == "warn"
         and "3.0 GiB available for 2 ranks" in found.what
         and "limit of the cgroup: 8.0 GiB" in found.what
     )
     assert "docker run --memory" in found.fix
-    assert named("memory", limits.check(8, root=root)).status == "fail"
+    assert named("memory", limits.judge(limits.read(root), 8)).status == "fail"
 
 
 def test_memory_without_a_cgroup_is_that_of_the_machine(tmp_path: Path) -> None:
-    found = named("memory", limits.check(4, root=recorded(tmp_path, "0::/\n", {})))
+    found = named("memory", limits.judge(limits.read(recorded(tmp_path, "0::/\n", {})), 4))
     assert found.status == "ok" and found.what == "64.0 GiB available for 4 ranks"
     assert "fewer ranks" in judged("memory", memory=3 * GIB).fix
 
@@ -224,7 +224,7 @@ def test_memory_without_a_cgroup_is_that_of_the_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("cgroup", "folder"), [(V2, "kubepods/pod1"), (V1, "pids/docker/abc")])
 def test_the_limit_of_processes_of_a_cgroup_counts(tmp_path: Path, cgroup: str, folder: str) -> None:
     files = {f"sys/fs/cgroup/{folder}/pids.max": "1000", f"sys/fs/cgroup/{folder}/pids.current": "900"}
-    found = named("threads", limits.check(4, root=recorded(tmp_path, cgroup, files)))
+    found = named("threads", limits.judge(limits.read(recorded(tmp_path, cgroup, files)), 4))
     assert found.status == "fail" and found.what.endswith(": 100") and "--pids-limit" in found.fix
 
 
@@ -232,7 +232,7 @@ def test_a_clock_before_the_newest_installed_package_is_a_failure(tmp_path: Path
     package = tmp_path / Path(sysconfig.get_path("purelib")).relative_to("/") / "torch-2.13.0.dist-info"
     package.mkdir(parents=True)
     os.utime(package, (4e9, 4e9))  # 2096: from there, the clock of this machine is behind
-    found = named("clock", limits.check(1, root=tmp_path))
+    found = named("clock", limits.judge(limits.read(tmp_path), 1))
     assert found.status == "fail" and "2096" in found.what and "TLS" in found.why and "set-ntp" in found.fix
 
 

@@ -1,0 +1,26 @@
+"""What paceline says while tests listen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+def of_training(record: logging.LogRecord) -> bool:
+    """Not of the threads that judge by the clock: on a busy machine they tell of ranks that wait for a core."""
+    return record.threadName not in ("paceline-hang-watch", "paceline-standstill")
+
+
+@contextmanager
+def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(of_training)
+    logger = logging.getLogger("paceline")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
