@@ -255,7 +255,7 @@ class Engine:
         self.schedule = LearningRate(*scheduled, owned=self.owns_optimizer, apart=self.local_steps is not None)
         given = (config, self.task, self.world, self.log, self.model, self.module, self.wrapped.forward)
         made = (self.optimizer, self.sharded, self.scaler, self.schedule, self.average, self.local_steps, self.hooks)
-        table.add_features(FeatureContext(*given, self._original_hooks, *made))
+        table.add_features(FeatureContext(*given, self._original_hooks, self.tied_copies, *made))
         self._build_updater()
 
     def _choose_step(self) -> TrainStep:

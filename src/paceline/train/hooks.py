@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from paceline.checkpoint.state import StateEntry
 from paceline.data.loader import MicroBatch
 from paceline.optim.clip import StepGradients
+
+if TYPE_CHECKING:
+    from paceline.train.weights_view import WeightsView
 
 Losses = Sequence[tuple[Tensor, Any]]
 
@@ -44,9 +48,12 @@ class Hooks:
     after_update: Callable[[int, bool], None] | None = None  # with the number of steps, and whether this one was taken
     after_step: Callable[[int, bool], None] | None = None  # host; the same, when the step is counted
     reset: Callable[[], None] | None = None  # a checkpoint was loaded, or a bad step was reported
+    restart: Callable[[], None] | None = None  # training starts with loaded weights: state begins anew
+    view: Callable[[WeightsView], WeightsView] | None = None  # what leaves the run
+    state: Sequence[StateEntry] = ()  # what a checkpoint has of it
 
 
-SLOTS = tuple(field.name for field in fields(Hooks) if field.name != "name")
+SLOTS = tuple(field.name for field in fields(Hooks) if field.name not in ("name", "state"))
 
 
 class HookTable:
@@ -73,3 +80,5 @@ class HookTable:
         self.on_gradients = (*self.unscale, *on_gradients) if on_gradients else ()
         self.vetoes, self.before_update, self.take_step = of("vetoes"), of("before_update"), of("take_step")
         self.after_update, self.after_step, self.reset = of("after_update"), of("after_step"), of("reset")
+        self.restart, self.view = of("restart"), of("view")
+        self.state = [entry for each in self._features.values() for entry in each.state]

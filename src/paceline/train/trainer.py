@@ -180,7 +180,7 @@ class Trainer(TrainerMethods, MethodHints):
         about = (engine.world, engine.log, engine.model, engine.position)
         self._run = run_handle.open(config, *about, engine.telemetry.opened)
         self._weights = weights_view(engine)
-        state = training_state(engine, self._weights, self._rates, self._policy, self._callbacks)
+        state = training_state(engine, self._weights, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
         self._loaders = Loaders(engine, finder)

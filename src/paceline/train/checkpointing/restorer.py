@@ -20,7 +20,7 @@ from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
 from paceline.parallel.same_call import meet
-from paceline.parallel.shards import copy_shard_, local_shard
+from paceline.parallel.shards import copy_shard_
 from paceline.run.folder import BEST, CONFIG, RunFolder, short
 from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
@@ -147,8 +147,8 @@ class Restorer:
     def _apply(self, loaded: LoadedState, weights_only: bool) -> None:
         engine, manifest = self._engine, loaded.checkpoint.manifest
         if weights_only:
-            self._state.apply(loaded)
             self._start_over()
+            self._state.apply(loaded)
             return
         engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
         saved = loaded.values.get("scheduler")
@@ -167,8 +167,8 @@ class Restorer:
         self._engine.position.reset()
         if self._engine.compression is not None:
             self._engine.compression.load({}, {})
-        if self._engine.local_steps is not None:
-            self._engine.local_steps.load_state_dict({})
+        for restart in self._engine.hooks.restart:
+            restart()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load weights saved by another program, and start at step 0."""
@@ -179,10 +179,6 @@ class Restorer:
         self._start_over()
         self._continue_from(None, {})
         self.loaded = LoadedFrom(path)
-        average = self._engine.average
-        if average is not None:
-            parameters = dict(self._engine.model.named_parameters())
-            average.load_state_dict({name: local_shard(parameters[name]) for name in average.state_dict()})
         return loaded.metadata
 
     def _load_external(self, path: Path) -> external.ExternalWeights:

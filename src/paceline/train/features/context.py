@@ -35,6 +35,7 @@ class FeatureContext:
     module: LossModule
     forward: Forward
     original_hooks: Mapping[str, Any]  # of the parameters, before the layout was applied
+    tied_copies: Mapping[str, str]  # names of parameters that this rank has a copy of → their originals'
     optimizer: Optimizer
     held: HeldParams | None
     scaler: Scaler

@@ -29,4 +29,7 @@ def build(context: FeatureContext) -> Hooks | None:
     def after_update(step: int, stepped: bool) -> None:
         steps.after_step(step)  # a replica that takes no step joins the round of the others
 
-    return Hooks(name="local_steps", on_reduced=on_reduced, after_update=after_update)
+    def restart() -> None:
+        steps.load_state_dict({})
+
+    return Hooks(name="local_steps", on_reduced=on_reduced, after_update=after_update, restart=restart)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paceline.checkpoint.state import OptionalState, StateEntry
 from paceline.optim.clip import StepGradients
 from paceline.train.features.context import FeatureContext
 from paceline.train.hooks import Hooks
@@ -11,8 +12,9 @@ from paceline.train.hooks import Hooks
 
 def build(context: FeatureContext) -> Hooks | None:
     scaler, optimizer = context.scaler, context.optimizer
+    state = [StateEntry("scaler", OptionalState(scaler))]
     if not scaler.is_enabled():
-        return None
+        return Hooks(name="loss_scaler", state=state)
 
     def unscale(_: StepGradients) -> None:
         scaler.unscale_(optimizer)
@@ -23,5 +25,5 @@ def build(context: FeatureContext) -> Hooks | None:
         return scaler.overflowed
 
     if context.held is not None:  # ranks see their shards only, and agree on overflows where they unscale
-        return Hooks(name="loss_scaler", on_gradients=unscale, take_step=take_step)
-    return Hooks(name="loss_scaler", unscale=unscale, take_step=take_step)
+        return Hooks(name="loss_scaler", on_gradients=unscale, take_step=take_step, state=state)
+    return Hooks(name="loss_scaler", unscale=unscale, take_step=take_step, state=state)

@@ -7,12 +7,14 @@ each evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from paceline.checkpoint.state import OptionalState, StateEntry
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.optim.schedules import Plateau, from_plan
@@ -47,6 +49,10 @@ class LearningRate:
             self.plateau = Plateau(
                 settings.factor, settings.patience, settings.threshold, settings.mode, settings.floor, settings.metric
             )
+        self._state = (
+            StateEntry("plateau", OptionalState(self.plateau)),
+            StateEntry("scheduler", SchedulerState(scheduler)),
+        )
         if scheduler is not None:
             self._require_fitting(scheduler)
 
@@ -147,6 +153,7 @@ class LearningRate:
             before_update=None if self._factor is None else self._set_rates,
             after_step=self._step_scheduler if self.steps_scheduler else None,
             reset=self._reset,
+            state=self._state,
         )
 
     def _set_rates(self, step: int) -> None:
@@ -188,3 +195,39 @@ class LearningRate:
             self.plateau.observe(values[self._config.schedule.metric])
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.scheduler.step(values[self._config.schedule.metric])
+
+
+class SchedulerState:
+    """The state of the LR scheduler, without functions (LambdaLR), which the user passes again."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> Any:
+        return None if self._scheduler is None else _without_functions(self._scheduler.state_dict())
+
+    def load_state_dict(self, state: Any) -> None:
+        scheduler = self._scheduler
+        if scheduler is not None and state:
+            own = scheduler.state_dict()
+            known = {key: value for key, value in state.items() if key in own}  # it may be of another class
+            scheduler.load_state_dict({**own, **_with_counters(known, own)})
+
+
+def _without_functions(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_functions(inner) for key, inner in value.items() if not callable(inner)}
+    if isinstance(value, (list, tuple)):
+        return [_without_functions(inner) for inner in value if not callable(inner)]
+    return value
+
+
+def _with_counters(saved: Any, own: Any) -> Any:
+    """MultiStepLR requires a Counter, also inside a SequentialLR."""
+    if isinstance(own, Counter):
+        return Counter(saved)
+    if isinstance(saved, dict) and isinstance(own, dict):
+        return {key: _with_counters(value, own.get(key)) for key, value in saved.items()}
+    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
+        return [_with_counters(*pair) for pair in zip(saved, own, strict=True)]
+    return saved
