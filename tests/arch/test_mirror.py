@@ -32,7 +32,7 @@ ELSEWHERE = {
     "diagnose/hang/waits": ["unit/diagnose/hang/test_hang_report"],
     "tools/doctor/machine": ["ranks/test_doctor_command"],
     "train/cuda_graphs": ["unit/train/test_graph_step", "gpu/test_graph_on_gpu"],
-    "train/checks/gradient_hooks": ["ranks/test_gradient_hooks"],
+    "train/features/gradient_hooks": ["ranks/test_gradient_hooks", "ranks/test_activation_hooks"],
     "train/checks/collective_order": ["ranks/test_module_order"],
     "data/same_reading": ["ranks/test_data_on_ranks"],
     "train/checks/preflight": ["ranks/test_preflight"],
@@ -70,7 +70,7 @@ ELSEWHERE = {
     "train/loaders": ["unit/train/test_trainer", "ranks/test_trainer"],
     "train/metric_functions": ["ranks/test_evaluation"],
     "train/optimizer_update": [
-        "unit/train/checks/test_nonfinite",
+        "unit/train/features/test_nonfinite",
         "unit/precision/test_policies",
         "unit/optim/test_clip",
     ],

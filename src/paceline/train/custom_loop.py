@@ -266,13 +266,14 @@ class CustomLoop:
         engine, micro = self.engine, self._added
         self._begin_micro(first=False, may_change=True)
         self._added = None
-        if engine.updater.require_gradients is not None:  # before ranks exchange anything else
-            engine.updater.require_gradients()
+        for hook in engine.hooks.all_backwards:  # before ranks exchange anything else
+            hook()
         if self._own:
             loss_module.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.weights.reduce(micro)
         same = engine.mesh.degrees.is_replicated and engine.mesh.local_replicas == 1
-        self._gradients.inspect(engine.stepper.weights.factor, scaled=engine.updater.is_scaled, replicated=same)
+        scaled = engine.scaler.has_scaled(engine.bound.optimizer)
+        self._gradients.inspect(engine.stepper.weights.factor, scaled=scaled, replicated=same)
         self._finish(replace(micro, step=engine.position.step))
         if self._own_losses:  # the pre-flight, which they skip, does so otherwise
             self._own_losses = False

@@ -35,9 +35,9 @@ from paceline.train.checkpointing.run_handle import RunHandle, warn_of_saves
 from paceline.train.checkpointing.saver import Saver
 from paceline.train.custom_loop import CustomLoop, EpochLoader, StepResult
 from paceline.train.engine import Engine
+from paceline.train.features.schedule import LearningRate
 from paceline.train.loaders import Loaders
 from paceline.train.loop import StepActions
-from paceline.train.lr import LearningRate
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import RankPoll, Signals
 from paceline.train.recorder import Recorder, Sinks

@@ -15,12 +15,9 @@ from paceline.data.batches import to_device
 from paceline.data.loader import MicroBatch
 from paceline.models.loss_module import parameters_of_loss
 from paceline.models.model_call import infer_call
-from paceline.models.weights import PowerIterations
-from paceline.optim.ema import Ema
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.model_parts import PassContext
 from paceline.parallel.parallelize import change_recompute, parallelize
-from paceline.parallel.shards import local_shard
 from paceline.plan.layout import AXIS_NAMES
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import require_allowed, uses_local_steps
@@ -32,12 +29,13 @@ from paceline.train import recipe_objects
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.checks import foreign_steps, preflight, unsupported, wrapped_model
 from paceline.train.checks.collective_order import check_order
-from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
 from paceline.train.checks.layout_checks import check_layout
-from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
+from paceline.train.features import ema, gradient_hooks, nonfinite, table
 from paceline.train.features.compress import choose_reduction
+from paceline.train.features.context import FeatureContext
+from paceline.train.features.schedule import LearningRate
 from paceline.train.held_params import bind_optimizer, optimizer_of_stages
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
@@ -48,7 +46,7 @@ from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replica
 from paceline.train.telemetry import join
 from paceline.train.throughput import ModelFlops, Throughput
 from paceline.train.train_step import TrainStep
-from paceline.train.trainer_kwargs import DeviceLike, UserObjects
+from paceline.train.user_objects import DeviceLike, UserObjects
 
 if TYPE_CHECKING:
     from paceline.train.graph_step import GraphedStep
@@ -70,7 +68,7 @@ class Engine:
             always=config.fsdp.offload,
             local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
         )
-        self._original_hooks = hooks_of(self.model)
+        self._original_hooks = gradient_hooks.hooks_of(self.model)
         if task.optimizer is not None:
             named = [*self.model.named_parameters(), *parameters_of_loss(task.stateful_loss)]
             unsupported.check_parameters(named, task.optimizer, self.log)
@@ -85,7 +83,7 @@ class Engine:
         self.position = TrainProgress()
         checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
         self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
-        self.checked = self._warned = False
+        self.checked = False
 
     def _compose(self, context: PassContext) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
@@ -130,16 +128,9 @@ class Engine:
 
     def _build_step(self) -> None:
         config, device = self.config, self.world.device
-        self.average: Ema | None = None
-        if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
-            shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
-            self.average = Ema(shards, config.ema.decay, config.ema.warmup)
+        self.average = ema.average_of(self.model, config)
         self.draw = noise_context(config, self.parts, self.mesh, self.task.loss_fn)
-        watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
-        self.watch = (
-            NonfiniteGuard(self.bound.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
-        )
-        self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
+        self.is_bad = nonfinite.bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
         self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
         self.replica_average = (
             None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
@@ -147,9 +138,6 @@ class Engine:
         self.warn = refuse_forward if config.fixed_order else self.log.warning
         self.hooks = HookTable()
         self.stepper = self._choose_step()
-        if self.watch is not None and config.nonfinite == "raise":
-            # One rank may block its updates; `stop` relies on the norm, which all ranks know.
-            self.hooks.set(Hooks(name="nonfinite", on_losses=self.watch.check_losses))
         user_code = [self.task.criterion, self.task.loss_fn]
         how = {"eager": not config.compile, "countable": not self.parts.slices}
         flops = ModelFlops(self.module, self.hooks, self.mesh, self.draw, user_code, **how)
@@ -159,14 +147,12 @@ class Engine:
         if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.parts.forward, DynamicDDP):
             busy = self.rates.own_time
             self.hooks.set(Hooks(name="stragglers", before_backward=busy.arrived, after_backward=busy.left))
-        if power_iterations := PowerIterations(self.model):
-            self.hooks.set(Hooks(name="power_iterations", before_forward=power_iterations.allow))
+        scheduled = (config, self.bound.optimizer, self.task.scheduler, self.hooks)
+        self.schedule = LearningRate(*scheduled, owned=not self.bound.is_users, apart=self.local_steps is not None)
+        given = (config, self.task, self.world, self.log, self.parts, self.bound, self._original_hooks)
+        made = (self.scaler, self.schedule, self.average, self.local_steps, self.hooks)
+        table.add_features(FeatureContext(*given, *made))
         self._build_updater()
-        self.graphed: GraphedStep | None = None
-        if config.graph:
-            from paceline.train.graph_step import GraphedStep  # few runs need it
-
-            self.graphed = GraphedStep(self.module, self.stepper, self.updater, self.log)
 
     def _choose_step(self) -> TrainStep:
         config, forward = self.config, self.parts.forward
@@ -182,41 +168,29 @@ class Engine:
 
     def _build_updater(self) -> None:
         config = self.config
-        self.updater = OptimizerUpdate(
-            self.bound.optimizer,
-            self.module,
-            scaler=self.scaler,
-            average=self.average,
-            clip_norm=config.clip_norm,
-            clip_value=config.clip_value,
-            nonfinite=config.nonfinite,
-            watch=self.watch,
-            sharded=self.bound.held,
-        )
-        self.updater.local_steps = self.local_steps
+        self.updater = OptimizerUpdate(self.bound.optimizer, self.module, self.bound.held, self.hooks)
         if isinstance(self.parts.forward, DynamicDDP):
             self.parts.forward.warm_up = self._warm_up
-            if config.unused_parameters == "error" and not config.ddp.static_graph:
-                self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.parts.forward)
         if self.world.size > 1 or self.bound.held is not None:
-            self.defer_hooks()
             foreign_steps.refuse_foreign_steps(self.bound.optimizer, self.updater)
-        if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.bound.optimizer):
-            self.log.info(
-                f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
-            )
+        self.graphed: GraphedStep | None = None
+        if config.graph:
+            from paceline.train.graph_step import GraphedStep  # few runs need it
 
-    def defer_hooks(self) -> None:
-        """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
-        if self.updater.gradient_hooks is None:
-            self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
-            self.hooks.set(Hooks(name="gradient_hooks", before_forward=self._defer_hooks_of_step))
-        else:
-            self.updater.gradient_hooks.defer()
+            parts = (self.module, self.stepper, self.updater, self.schedule, self.log)
+            waits = config.nonfinite != "raise" or self.scaler.is_enabled()
+            has_callback = bool(self.task.callbacks.hooks["on_gradients"])
+            self.graphed = GraphedStep(*parts, waits=waits, has_callback=has_callback)
 
-    def _defer_hooks_of_step(self, first: bool) -> None:
-        if first and self.updater.gradient_hooks is not None:
-            self.updater.gradient_hooks.defer()
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a feature keeps the parameters as they are."""
+        return any(veto() for veto in self.hooks.vetoes)
+
+    def reset_features(self) -> None:
+        """Call after a checkpoint was loaded, or a bad step was reported."""
+        for reset in self.hooks.reset:
+            reset()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return to_device(micros, self.world.device, self.parts.inputs)
@@ -241,21 +215,14 @@ class Engine:
         self.updater.discard_gradients()
         self.follow_optimizer()
         if self.graphed is not None:
-            self.graphed.user_code_ran = True
+            self.graphed.after_user_code()
 
     def follow_optimizer(self) -> None:
         """Take over parameter groups that were added to the optimizer, and learning rates that have no effect."""
-        groups = self.bound.optimizer.param_groups
-        if len(groups) != len(self.bound.names):
+        if len(self.bound.optimizer.param_groups) != len(self.bound.names):
             self.bound.adopt_groups(self.parts, self.log)
             self.updater.refresh_parameters()
-        updater = self.updater
-        if updater.learning_rate is not None and updater.lr and groups[0]["lr"] != updater.lr and not self._warned:
-            self._warned = True
-            self.log.warning(
-                f"the learning rate was set to {groups[0]['lr']:g} during training, but the schedule "
-                f"({self.config.schedule.name}) sets it before every step: remove the schedule to set it yourself"
-            )
+        self.schedule.warn_if_set(self.log.warning)
 
     def recompute(self, kind: str) -> None:
         """Change activation checkpointing of the wrapped model."""

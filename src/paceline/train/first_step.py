@@ -30,10 +30,10 @@ from paceline.runtime import collectives
 from paceline.text import plural
 from paceline.train import recipe_objects, standstill
 from paceline.train.checks import forward_changes, preflight, snapshot, split_invariance
-from paceline.train.checks.gradient_hooks import BackwardInspector
 from paceline.train.checks.random_draws import LateDraws, describe_draws
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
+from paceline.train.features.gradient_hooks import BackwardInspector
 from paceline.train.recorder import Recorder
 from paceline.train.sync_setup import replicas_differ
 from paceline.train.train_step import TrainStep
@@ -173,8 +173,8 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     config, stepper = engine.config, engine.stepper
     if engine.checked or not config.preflight:
         return
-    if groups > 1 or engine.updater.gradient_hooks is not None:
-        engine.defer_hooks()
+    for begin in engine.hooks.begin:
+        begin(groups)
     if engine.world.size == 1:
         choose(engine, micro)
         _check_in_first_step(engine, micro, groups)

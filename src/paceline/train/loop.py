@@ -263,11 +263,11 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     if engine.graphed is not None:
         norm = engine.graphed.take()
     else:
+        for complete in engine.hooks.all_backwards:
+            complete()
         for hook in engine.hooks.on_losses:
             hook(weights.losses)
         factor = weights.factor() if weights.data_weighted else weights.constant_factor
-        for reduced in engine.hooks.on_reduced:
-            reduced(micro.step)
         norm = updater.apply(micro.step, factor)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
@@ -278,7 +278,7 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     if engine.local_steps is not None:
         _after_local_step(job, engine.local_steps)
     for after in engine.hooks.after_step:
-        after(step)
+        after(step, updater.stepped)
     if weights.metrics:
         job.recorder.log_metrics(weights.metrics)
     if job.on_step:

@@ -186,7 +186,7 @@ class TrainerMethods(CustomLoopMethods):
     def _measure(self, sets: Mapping[str, Any], reading: Reading = iter) -> dict[str, float]:
         """What an evaluation records: with the averaged weights as well, if there are any."""
         values = self._evaluation(sets, reading).values
-        if self._engine.average is not None:
+        if self._weights.has_average:
             with self.ema_weights():
                 averaged = self._evaluation(sets, reading).values
             values = values | {f"ema_{name}": value for name, value in averaged.items()}

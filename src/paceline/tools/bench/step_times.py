@@ -126,7 +126,7 @@ def watch(job: loop.Job, times: StepTimes) -> None:
         within, complete = _hooks(engine, times, step_report.BOTH), step_report.OPTIMIZER
     else:
         within, complete = _hooks(engine, times, step_report.BACKWARD), step_report.OPTIMIZER
-    engine.hooks.set(replace(within, after_step=lambda _: times.note(complete)))
+    engine.hooks.set(replace(within, after_step=lambda *_: times.note(complete)))
     job.micros = lambda: _read(micros(), times)
     _wrap(job.actions, "run_due", times, step_report.LOGGING)
     if engine.local_steps is not None:

@@ -1,10 +1,10 @@
-"""The model and EMA weights, as parts of a checkpoint."""
+"""The model, as a part of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -13,13 +13,14 @@ from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.errors import CheckpointError
-from paceline.optim.ema import Ema
 from paceline.parallel.shards import local_shard
 from paceline.run.folder import CONFIG
 from paceline.runtime.serialization import to_json
 from paceline.text import listed
-from paceline.train.engine import Engine
 from paceline.train.weights_view import WeightsView
+
+if TYPE_CHECKING:
+    from paceline.train.engine import Engine
 
 Shape = tuple[int, ...]
 _SHOWN = 20  # names in an error
@@ -136,39 +137,6 @@ def other_model(source: Path, difference: str) -> CheckpointError:
         f"{source} does not match the model: {difference}.",
         fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
     )
-
-
-class EmaState(ShardedStateful):
-    """The EMA weights, if the run has any. Those missing in a checkpoint are initialized from its weights."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._parameters = dict(engine.model.named_parameters())  # those that are averaged
-
-    def sharded_state(self) -> ShardedState:
-        average, copies, state = self._engine.average, self._engine.parts.tied_copies, ShardedState()
-        for name, tensor in {} if average is None else average.state_dict().items():
-            if name not in copies:
-                state.tensors[f"ema/{name}"] = shard_of(tensor, self._parameters[name])
-        return state
-
-    def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        average = self._engine.average
-        if average is None:
-            return {}
-        return {path: self._parameters[name] for name, path in self._paths(average, checkpoint).items()}
-
-    def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
-        """The path that each average is read from."""
-        copies = self._engine.parts.tied_copies
-        saved = {name: copies.get(name, name) for name in average.state_dict()}
-        has = checkpoint.manifest.entry
-        return {name: f"{'model' if has(f'ema/{own}') is None else 'ema'}/{own}" for name, own in saved.items()}
-
-    def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
-        average = self._engine.average
-        if average is not None:
-            average.load_state_dict({name: tensors[path] for name, path in self._paths(average, checkpoint).items()})
 
 
 def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:

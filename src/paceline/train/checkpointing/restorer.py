@@ -19,7 +19,7 @@ from paceline.checkpoint.transfer import fetch
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
-from paceline.parallel.shards import copy_shard_, local_shard
+from paceline.parallel.shards import copy_shard_
 from paceline.run.folder import BEST, CONFIG, RunFolder, short
 from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
@@ -33,7 +33,7 @@ from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, req
 from paceline.train.checkpointing.sync_state import report_other_replicas
 from paceline.train.checks.run_setup import COUNTERS
 from paceline.train.engine import Engine
-from paceline.train.lr import LearningRate
+from paceline.train.features.schedule import LearningRate
 
 # Keys that do not affect training.
 _NOT_TRAINING = {
@@ -118,9 +118,7 @@ class Restorer:
         self._run.parent, self._position = parent, dict(position)
         self._run.data = {key: value for key, value in position.items() if key not in (SETUP, TOGETHER)}
         self._engine.setup.keep_data(position.get(SETUP, {}))
-        self._engine.updater.lr = 0.0  # none was used yet
-        if self._engine.watch is not None:
-            self._engine.watch.reset()
+        self._engine.reset_features()
 
     def _log_recipe_changes(self, recipe: Mapping[str, Any]) -> None:
         """A resumed run uses the current recipe, so differences from the saved one are logged."""
@@ -149,8 +147,8 @@ class Restorer:
     def _apply(self, loaded: LoadedState, weights_only: bool) -> None:
         engine, manifest = self._engine, loaded.checkpoint.manifest
         if weights_only:
-            self._state.apply(loaded)
             self._start_over()
+            self._state.apply(loaded)
             return
         engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
         saved = loaded.values.get("scheduler")
@@ -158,7 +156,6 @@ class Restorer:
             counters = {key: saved[key] for key in COUNTERS if key in saved}
             loaded = replace(loaded, values={**loaded.values, "scheduler": counters})
         self._state.apply(loaded)
-        engine.updater.keep_buffers()
         if not manifest.optimizer:
             reset_state(engine.bound.optimizer)
             if loaded.values["scheduler"]:  # the reset optimizer does not have its rates yet
@@ -169,8 +166,8 @@ class Restorer:
         reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
         self._engine.reduction.reset()
-        if self._engine.local_steps is not None:
-            self._engine.local_steps.load_state_dict({})
+        for restart in self._engine.hooks.restart:
+            restart()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load weights saved by another program, and start at step 0."""
@@ -181,10 +178,6 @@ class Restorer:
         self._start_over()
         self._continue_from(None, {})
         self.loaded = LoadedFrom(path)
-        average = self._engine.average
-        if average is not None:
-            parameters = dict(self._engine.model.named_parameters())
-            average.load_state_dict({name: local_shard(parameters[name]) for name in average.state_dict()})
         return loaded.metadata
 
     def _load_external(self, path: Path) -> external.ExternalWeights:

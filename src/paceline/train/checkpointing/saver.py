@@ -26,6 +26,7 @@ from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.checkpointing.sync_state import with_means
 from paceline.train.checks.preflight import versions
 from paceline.train.engine import Engine
+from paceline.train.hooks import Hooks
 
 _TOLERATED_FAILURES = 2
 _SHORT_WAIT = 32 << 20  # bytes of a rank: writing them takes a moment, so each is saved at its step
@@ -130,7 +131,7 @@ class Saver:
                 after=lambda folder: self._committed(folder, best),
             )
         self._pending_step = self._saved = step
-        self._engine.updater.before_update = self.wait_for_copy
+        self._engine.hooks.set(Hooks(name="saver", before_update=lambda step: self.wait_for_copy()))
 
     def _describe(self, snapshot: Snapshot, include_optimizer: bool, *, recorded: bool = True) -> Description:
         engine = self._engine
@@ -175,7 +176,7 @@ class Saver:
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""
-        self._engine.updater.before_update = None
+        self._engine.hooks.set(Hooks(name="saver"))
         if self._pending is not None:
             with self._engine.telemetry.saving():
                 self._pending.wait_for_copy()
@@ -199,7 +200,7 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._engine.updater.before_update = None
+        self._engine.hooks.set(Hooks(name="saver"))
         telemetry = self._engine.telemetry
         try:
             with telemetry.saving():
@@ -271,9 +272,8 @@ class Saver:
         If the last steps are not `recorded` with the losses of all ranks, the run resumes from its last scheduled
         checkpoint and records them again, provided that this costs only a few steps."""
         engine, step, last = self._engine, self._engine.position.step, self._saved
-        watch = engine.watch
         apart = "replicas train apart (sync.every)" if engine.replica_average is not None else ""
-        if self._run.checkpoints is None or engine.updater.is_changing or (watch is not None and watch.tripped):
+        if self._run.checkpoints is None or engine.updater.is_changing or engine.is_blocked:
             interrupted = apart and self._run.checkpoints is not None and engine.updater.is_changing
             return f"step {step} was not saved: {apart}, and a round was interrupted" if interrupted else None
         if step == self._run.began_at:  # no step was completed in this call

@@ -1,0 +1,40 @@
+"""What features of training are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.recipe import Config
+from paceline.log import Log
+from paceline.optim.ema import Ema
+from paceline.parallel.model_parts import ModelParts
+from paceline.parallel.sync.local_steps import LocalSteps
+from paceline.precision.policies import Scaler
+from paceline.runtime.process_group import World
+from paceline.train.held_params import BoundOptimizer
+from paceline.train.hooks import Hooks, HookTable
+from paceline.train.user_objects import UserObjects
+
+if TYPE_CHECKING:
+    from paceline.train.features.schedule import LearningRate
+
+
+@dataclass(frozen=True)
+class FeatureContext:
+    config: Config
+    user: UserObjects
+    world: World
+    log: Log
+    parts: ModelParts
+    bound: BoundOptimizer
+    original_hooks: Mapping[str, Any]  # of the parameters, before the layout was applied
+    scaler: Scaler
+    schedule: LearningRate
+    average: Ema | None
+    local_steps: LocalSteps | None
+    table: HookTable  # features that come and go change their own row
+
+
+Build = Callable[[FeatureContext], Hooks | None]  # None: not used in this run
