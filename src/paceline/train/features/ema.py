@@ -13,8 +13,8 @@ from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, StateEntry
 from paceline.config.recipe import Config
 from paceline.optim.ema import Ema
-from paceline.parallel.same_call import meet
 from paceline.parallel.shards import local_shard
+from paceline.runtime.method_check import require_same_method
 from paceline.train.checkpointing.model_state import shard_of
 from paceline.train.features.context import FeatureContext
 from paceline.train.hooks import Hooks
@@ -39,7 +39,7 @@ def build(context: FeatureContext) -> Hooks | None:
         def averaged() -> AbstractContextManager[None]:
             if plain.means is None:
                 return average.swapped()
-            meet()
+            require_same_method()
             # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
             return average.swapped(plain.means(average.state_dict()))
 
