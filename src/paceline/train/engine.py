@@ -43,7 +43,7 @@ from paceline.train.checks import foreign_steps, preflight, same_model, unsuppor
 from paceline.train.checks.collective_order import check_order
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
-from paceline.train.features import ema, gradient_hooks, nonfinite, table
+from paceline.train.features import ema, gradient_hooks, local_steps, nonfinite, table
 from paceline.train.features.context import FeatureContext
 from paceline.train.features.schedule import LearningRate
 from paceline.train.graph_step import GraphedStep
@@ -53,7 +53,6 @@ from paceline.train.optimizer_update import HeldParams, OptimizerUpdate
 from paceline.train.pipeline_step import PipelineLossModule, PipelineStep, build_loss_module, require_no_loss_fn
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
-from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
 from paceline.train.telemetry import Telemetry
 from paceline.train.throughput import ModelFlops, Throughput
 from paceline.train.train_step import TrainStep
@@ -121,8 +120,6 @@ class Engine:
         self.setup = RunSetup(*setup, owns_optimizer=self.owns_optimizer)
         self.seed_drawing(0)
         self.position = TrainProgress()
-        checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
-        self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.checked = False
 
     def _compose(self) -> None:
@@ -235,10 +232,12 @@ class Engine:
         self.average = ema.average_of(self.model, config)
         self.draw = noise_context(config, self.model, self._block_names, self.mesh, self.wrapped, self.task.loss_fn)
         self.is_bad = nonfinite.bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
-        self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
-        self.replica_average = (
-            None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
-        )
+        self.local_steps = local_steps.build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
+        self.replica_average: local_steps.ReplicaAverage | None = None
+        if self.local_steps is not None:
+            self.replica_average = local_steps.ReplicaAverage(self.local_steps, self.model, self.mesh)
+        checked = (self.model, self.mesh, partial(local_steps.replicas_differ, self.local_steps))
+        self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.warn = refuse_forward if config.fixed_order else self.log.warning
         self.hooks = HookTable()
         self.stepper = self._choose_step()
@@ -254,8 +253,9 @@ class Engine:
         scheduled = (config, self.optimizer, self.task.scheduler, self.hooks)
         self.schedule = LearningRate(*scheduled, owned=self.owns_optimizer, apart=self.local_steps is not None)
         given = (config, self.task, self.world, self.log, self.model, self.module, self.wrapped.forward)
-        made = (self.optimizer, self.sharded, self.scaler, self.schedule, self.average, self.local_steps, self.hooks)
-        table.add_features(FeatureContext(*given, self._original_hooks, self.tied_copies, *made))
+        made = (self.optimizer, self.sharded, self.scaler, self.schedule, self.average)
+        apart = (self.local_steps, self.replica_average, self.replicas)
+        table.add_features(FeatureContext(*given, self._original_hooks, self.tied_copies, *made, *apart, self.hooks))
         self._build_updater()
 
     def _choose_step(self) -> TrainStep:
