@@ -32,7 +32,7 @@ from paceline.train.checks.collective_order import check_order
 from paceline.train.checks.layout_checks import check_layout
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
-from paceline.train.features import ema, gradient_hooks, nonfinite, table
+from paceline.train.features import ema, gradient_hooks, local_steps, nonfinite, table
 from paceline.train.features.compress import choose_reduction
 from paceline.train.features.context import FeatureContext
 from paceline.train.features.schedule import LearningRate
@@ -42,7 +42,6 @@ from paceline.train.loss_weights import LossWeights
 from paceline.train.optimizer_update import OptimizerUpdate
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
-from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
 from paceline.train.telemetry import join
 from paceline.train.throughput import ModelFlops, Throughput
 from paceline.train.train_step import TrainStep
@@ -81,8 +80,6 @@ class Engine:
         self.setup = RunSetup(*setup, owns_optimizer=not self.bound.is_users)
         self.seed_drawing(0)
         self.position = TrainProgress()
-        checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
-        self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.checked = False
 
     def _compose(self, context: PassContext) -> None:
@@ -131,10 +128,12 @@ class Engine:
         self.average = ema.average_of(self.model, config)
         self.draw = noise_context(config, self.parts, self.mesh, self.task.loss_fn)
         self.is_bad = nonfinite.bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
-        self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
-        self.replica_average = (
-            None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
-        )
+        self.local_steps = local_steps.build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
+        self.replica_average: local_steps.ReplicaAverage | None = None
+        if self.local_steps is not None:
+            self.replica_average = local_steps.ReplicaAverage(self.local_steps, self.model, self.mesh)
+        checked = (self.model, self.mesh, partial(local_steps.replicas_differ, self.local_steps))
+        self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
         self.warn = refuse_forward if config.fixed_order else self.log.warning
         self.hooks = HookTable()
         self.stepper = self._choose_step()
@@ -150,8 +149,8 @@ class Engine:
         scheduled = (config, self.bound.optimizer, self.task.scheduler, self.hooks)
         self.schedule = LearningRate(*scheduled, owned=not self.bound.is_users, apart=self.local_steps is not None)
         given = (config, self.task, self.world, self.log, self.parts, self.bound, self._original_hooks)
-        made = (self.scaler, self.schedule, self.average, self.local_steps, self.hooks)
-        table.add_features(FeatureContext(*given, *made))
+        made = (self.scaler, self.schedule, self.average, self.local_steps, self.replica_average, self.replicas)
+        table.add_features(FeatureContext(*given, *made, self.hooks))
         self._build_updater()
 
     def _choose_step(self) -> TrainStep:

@@ -34,8 +34,8 @@ from paceline.train.checks.random_draws import LateDraws, describe_draws
 from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.features.gradient_hooks import BackwardInspector
+from paceline.train.features.local_steps import replicas_differ
 from paceline.train.recorder import Recorder
-from paceline.train.sync_setup import replicas_differ
 from paceline.train.train_step import TrainStep
 
 _FIRST, _SHARE = 8, 200  # steps after which a later check takes at most this part of the time
@@ -224,7 +224,7 @@ def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per
     if not hooks and not any(names for _, names in found):
         return False
     stepper = engine.stepper
-    if type(stepper) is TrainStep and engine.local_steps is None and engine.reduction.hook is None:
+    if type(stepper) is TrainStep and engine.mesh.local_replicas == 1 and engine.reduction.hook is None:
         stepper.weights.start_from_global_mean(weight_per_sample)
         return True
     if hooks:

@@ -8,7 +8,7 @@ the table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,8 @@ class Hooks:
     take_step: Callable[[], Tensor | float | None] | None = None  # steps the optimizer (one feature at most); skipped?
     after_update: Callable[[int, bool], None] | None = None  # with the number of steps, and whether this one was taken
     after_step: Callable[[int, bool], None] | None = None  # host; the same, when the step is counted
+    values: Callable[[], Mapping[str, Any]] | None = None  # host; for the metrics, when the step is counted
+    end: Callable[[], None] | None = None  # host; `train()` ends, and not because of a signal
     reset: Callable[[], None] | None = None  # a checkpoint was loaded, or a bad step was reported
     restart: Callable[[], None] | None = None  # training starts with loaded weights: state begins anew
     view: Callable[[WeightsView], WeightsView] | None = None  # what leaves the run
@@ -80,5 +82,5 @@ class HookTable:
         self.on_gradients = (*self.unscale, *on_gradients) if on_gradients else ()
         self.vetoes, self.before_update, self.take_step = of("vetoes"), of("before_update"), of("take_step")
         self.after_update, self.after_step, self.reset = of("after_update"), of("after_step"), of("reset")
-        self.restart, self.view = of("restart"), of("view")
+        self.values, self.end, self.restart, self.view = of("values"), of("end"), of("restart"), of("view")
         self.state = [entry for each in self._features.values() for entry in each.state]

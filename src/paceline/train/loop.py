@@ -22,7 +22,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.loader import Loader, MicroBatch
-from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.run.history import Record
 from paceline.train.callbacks import Callbacks, Epoch, Step
 from paceline.train.checkpointing.run_handle import TrainProgress
@@ -275,8 +274,9 @@ def take_step(job: Job, micro: MicroBatch) -> None:
         job.recorder.own_time.stepped(job.recorder.waited)
     lr, parts, samples = updater.lr, weights.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, weights.means, norm, updater.skipped))
-    if engine.local_steps is not None:
-        _after_local_step(job, engine.local_steps)
+    for values in engine.hooks.values:
+        for name, value in values().items():
+            job.recorder.log(name, value)
     for after in engine.hooks.after_step:
         after(step, updater.stepped)
     if weights.metrics:
@@ -288,12 +288,3 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     weights.losses = []
     if weights.data_weighted or weights.metrics:
         engine.stepper.reset()
-
-
-def _after_local_step(job: Job, local_steps: LocalSteps) -> None:
-    """After a round, all replicas have the same weights."""
-    if local_steps.spread is not None:
-        job.recorder.log("replica_spread", local_steps.spread)
-        local_steps.spread = None
-        if job.engine.replicas is not None:
-            job.engine.replicas.after_round()

@@ -283,8 +283,8 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
                 sinks.close()
                 self._saver.close()
                 self._run.close(self.config)
-            if self._engine.local_steps is not None and not poll.request:
-                self._engine.local_steps.average()
+            for end in self._engine.hooks.end if not poll.request else ():
+                end()
             broadcast_buffers(self.model, self._engine.mesh)
             if poll.request:
                 signals.end(poll.request)

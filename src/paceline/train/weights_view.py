@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
@@ -70,9 +70,6 @@ class WeightsView:
 
 def weights_view(engine: Engine) -> WeightsView:
     view = WeightsView(engine.model, engine.mesh, engine.bound.held is not None, engine.model.state_dict)
-    replicas = engine.replica_average
-    if replicas is not None:
-        view = replace(view, swapped=replicas.swapped, means=replicas.of)
     for change in engine.hooks.view:
         view = change(view)
     return view

@@ -21,12 +21,12 @@ def run_steps(hooks: Hooks, steps: int = 1, **settings: Any) -> paceline.Trainer
 
 def test_a_step_calls_each_slot_once_per_micro_batch_or_step() -> None:
     called: list[str] = []
-    slots: dict[str, Any] = {slot: lambda *_, slot=slot: called.append(slot) for slot in SLOTS}
+    slots: dict[str, Any] = {slot: lambda *_, slot=slot: called.append(slot) or {} for slot in SLOTS}
     run_steps(Hooks(name="noting", **slots))
     micro = ["before_micro", "before_forward", "before_backward", "after_backward"]
     backwards = ["begin", *micro, *micro, "all_backwards", "on_losses", "on_reduced"]
-    update = ["unscale", "on_gradients", "vetoes", "before_update", "take_step", "after_update", "after_step"]
-    assert called == [*backwards, *update]
+    update = ["unscale", "on_gradients", "vetoes", "before_update", "take_step", "after_update"]
+    assert called == [*backwards, *update, "values", "after_step", "end"]
 
 
 def test_a_veto_keeps_the_parameters_and_tells_the_others() -> None:

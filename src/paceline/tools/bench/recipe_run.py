@@ -66,7 +66,7 @@ def measure(recipe: Mapping[str, Any], steps: int, *, predicts: bool) -> dict[st
         "strategy": engine.layout.strategy,
         "separate": isinstance(engine.parts.forward, DynamicDDP)
         or isinstance(engine.stepper, SlicedStep)
-        or engine.local_steps is not None,
+        or engine.mesh.local_replicas > 1,
         "batch": run.batch,
         "memory": collectives.all_gather_object(process_memory(world.device)[1]),
         "unpredictable": why,

@@ -6,7 +6,7 @@
     optimizer-values/<name>/<key>    and plain numbers
     compression/…, comm-state/…      what reduces gradients: see features/compress.py
     random/rank-<r>/<generator>      random state of each rank
-    outer/…, replicas/<r>/…          of replicas that train apart: see sync_state.py
+    outer/…, replicas/<r>/…          of replicas that train apart: see features/local_steps.py
 
 To checkpoint another part, add a `StateEntry` to `training_state`, or to the hooks of a feature.
 """
@@ -24,7 +24,6 @@ from paceline.runtime import rng
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
-from paceline.train.checkpointing.sync_state import ReplicaScaler, RoundState, replica_place
 from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.first_step import BucketSizeState
@@ -54,16 +53,10 @@ def training_state(engine: Engine, view: WeightsView, policy: EvaluationPolicy, 
         entries.append(StateEntry("bucket_mb", BucketSizeState(engine), if_absent="keep"))
     if is_pretrained(engine.model):
         entries.append(StateEntry("huggingface", PretrainedFiles(engine.model), if_absent="keep"))
-    place = None
-    if engine.local_steps is not None:
-        entries.append(StateEntry("outer", RoundState(engine, engine.local_steps), volatile=False))
-        place = replica_place(engine)
-        if engine.scaler.is_enabled():
-            scaler = ReplicaScaler(engine.scaler)
-            entries.append(StateEntry("replica-scaler", scaler, per_rank=True, if_absent="keep"))
     entries.sort(key=lambda entry: _ORDER.index(entry.key) if entry.key in _ORDER else len(_ORDER))
-    layout = engine.layout_facts()
-    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=place)
+    layout, average = engine.layout_facts(), engine.replica_average
+    replica = None if average is None else average.place
+    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=replica)
 
 
 class CriterionState:

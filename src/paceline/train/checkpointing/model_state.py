@@ -50,7 +50,7 @@ class ModelState(ShardedStateful):
         extra: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         copies = engine.parts.tied_copies
-        is_first = (engine.mesh.data_rank if engine.replica_average is None else engine.mesh.coords["shard"]) == 0
+        is_first = (engine.mesh.data_rank if engine.mesh.local_replicas == 1 else engine.mesh.coords["shard"]) == 0
         for name, value in self._view.entries(keep_vars=True).items():
             path = f"model/{name}"
             if not isinstance(value, Tensor):

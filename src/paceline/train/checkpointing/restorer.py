@@ -30,9 +30,9 @@ from paceline.text import flatten, plural
 from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.run_handle import SETUP, TOGETHER, RunHandle, checkpoint_to_resume, open_runs
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
-from paceline.train.checkpointing.sync_state import report_other_replicas
 from paceline.train.checks.run_setup import COUNTERS
 from paceline.train.engine import Engine
+from paceline.train.features.local_steps import report_other_replicas
 from paceline.train.features.schedule import LearningRate
 
 # Keys that do not affect training.

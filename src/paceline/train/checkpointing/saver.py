@@ -23,9 +23,9 @@ from paceline.runtime.consistency import run_on_all_ranks
 from paceline.runtime.method_check import Departures, require_same_method
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
-from paceline.train.checkpointing.sync_state import with_means
 from paceline.train.checks.preflight import versions
 from paceline.train.engine import Engine
+from paceline.train.features.local_steps import with_means
 from paceline.train.hooks import Hooks
 
 _TOLERATED_FAILURES = 2

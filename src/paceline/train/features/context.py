@@ -13,11 +13,13 @@ from paceline.parallel.model_parts import ModelParts
 from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.precision.policies import Scaler
 from paceline.runtime.process_group import World
+from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.held_params import BoundOptimizer
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.user_objects import UserObjects
 
 if TYPE_CHECKING:
+    from paceline.train.features.local_steps import ReplicaAverage
     from paceline.train.features.schedule import LearningRate
 
 
@@ -34,6 +36,8 @@ class FeatureContext:
     schedule: LearningRate
     average: Ema | None
     local_steps: LocalSteps | None
+    replica_average: ReplicaAverage | None
+    replicas: ReplicaCheck | None
     table: HookTable  # features that come and go change their own row
 
 
