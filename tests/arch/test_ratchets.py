@@ -62,7 +62,8 @@ def stored(node: ast.AST) -> Iterator[tuple[str, str]]:
 
 def test_fields_of_the_engine() -> None:
     engine = next(node for node in tree(SOURCE / "train/engine.py").body if getattr(node, "name", "") == "Engine")
-    fields = {name for node in ast.walk(engine) for owner, name in stored(node) if owner == "self"}
+    fields = {ast.unparse(node.target) for node in engine.body if isinstance(node, ast.AnnAssign)}
+    fields |= {name for node in ast.walk(engine) for owner, name in stored(node) if owner == "self"}
     assert len(fields) == ENGINE_FIELDS
 
 
