@@ -163,7 +163,7 @@ def no_reduction_between_copies() -> None:
 def norm_of_own_pieces() -> None:
     """A wrong clip norm under sharding: each rank clips by the norm of what it holds."""
     from paceline.optim.clip import total_norm
-    from paceline.train.optimizer_update import HeldParams
+    from paceline.train.held_params import HeldParams
 
     HeldParams.norm_of = lambda self, parameters: total_norm  # type: ignore[method-assign]
 

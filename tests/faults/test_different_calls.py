@@ -13,8 +13,8 @@ import paceline
 import tiny
 from faults import worlds
 from paceline import Trainer, dist
+from paceline.diagnose.hang.barrier import Verdict
 from paceline.errors import PacelineError
-from paceline.parallel import same_call
 
 TIMEOUT = 600.0  # of collectives: longer than a test may take
 
@@ -103,17 +103,17 @@ def test_a_rank_with_fewer_batches_is_named() -> None:
 
 
 def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
-    """It comes after as many looks at it as it takes to report a rank that will not come."""
-    looks, looked = [], same_call._look
+    """It comes after more looks at it than it takes to report a rank that will not come."""
+    looks, look = [], Verdict.look
 
-    def look(*arguments: Any) -> Any:
-        looks.append(looked(*arguments))
-        if len(looks) > same_call._LOOKS:
+    def counted(*arguments: Any) -> Any:
+        looks.append(look(*arguments))
+        if len(looks) > 10:
             (tmp_path / "looked").touch()
         return looks[-1]
 
     def body() -> float:
-        same_call._look = look
+        Verdict.look = counted  # type: ignore[method-assign]
         trainer = trainer_of("ddp")
         trainer.train(tiny.blobs(), epochs=1)
         if not trainer.is_main_process:

@@ -17,14 +17,15 @@ from torch.utils.data import Dataset
 import nodes
 import paceline
 from paceline import dist
+from paceline.diagnose.hang.barrier import Call, Post
 from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.runtime import environment
-from paceline.runtime.whereabouts import Post
-from paceline.train.standstill import describe
+from paceline.train.hang_monitor import describe
 
 FILE = Path(__file__).name
 FOUND = NoProgress(2.5, 2.0, "at least 2 s", "training")
-STANDS, MOVES = Post("", 1, 8, waits=False, ended=False, stands=True), Post("", 1, 9, waits=False, ended=False)
+MOVES = Post(1, Call("", 0, "", "", []), False, "", False, False, False, False, 8, {}, [])
+STANDS = MOVES._replace(stalled=True)
 READS = [("read_image", "/home/me/data.py", 88), ("micros", "/x/site-packages/paceline/data/loader.py", 10)]
 WAITS = [("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py", 20), ("<module>", "/home/me/a.py", 7)]
 COMPUTES = [("callback", "/home/me/a.py", 9)]
@@ -90,7 +91,7 @@ def test_ranks_that_all_wait_for_their_data_are_named() -> None:
 
 
 def test_a_rank_that_has_ended_is_named() -> None:
-    ended = Post("has returned", 1, 8, waits=False, ended=True)
+    ended = MOVES._replace(place="has returned", ended=True)
     assert describe(FOUND, 2, {0: STANDS, 1: ended}, {0: WAITS}, 17).startswith("rank 1 has returned, but other ranks")
 
 

@@ -50,7 +50,7 @@ def hears(call: Callable[[], Any]) -> str:
 def is_elsewhere(rank: int) -> bool:
     """Whether it has told that it is outside of the Trainer's methods. It may be the last to leave one, and tells where
     it is only now and then."""
-    post = whereabouts.board().read(rank)
+    post = whereabouts.board().read_post(rank)
     return post is not None and "trainer." not in post.place
 
 

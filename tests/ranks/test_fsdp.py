@@ -281,15 +281,15 @@ def _with_one_infinite_gradient(nonfinite: str, precision: str) -> list[Any]:
     trainer = build((Net, over_all(optim.SGD, lr=0.1), {}), "fsdp", nonfinite=nonfinite, precision=precision)
     # One element, which lies on rank 0: the others see finite pieces only.
     before = flat(trainer.state_dict())
-    hand_over = trainer._engine.sharded.assign_gradients
+    hand_over = trainer._engine.bound.held.assign_gradients
 
     def spoilt() -> None:
         hand_over()
-        held = trainer._engine.sharded.held_of(trainer.model.gain)
+        held = trainer._engine.bound.held.held_of(trainer.model.gain)
         if held.numel():
             held.grad.fill_(float("inf"))
 
-    trainer._engine.sharded.assign_gradients = spoilt
+    trainer._engine.bound.held.assign_gradients = spoilt
     code = "none"
     try:
         trainer.train(tiny.blobs(40), max_steps=2)
@@ -453,13 +453,13 @@ def _bytes_of_a_rank() -> list[list[int]]:
     held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
     states = [value for p in held for value in trainer.optimizer.state[p].values() if value.dim()]
     gradients: list[Tensor] = []
-    hand_over = trainer._engine.sharded.assign_gradients
+    hand_over = trainer._engine.bound.held.assign_gradients
 
     def noting() -> None:
         hand_over()
         gradients.extend(p.grad for p in held)
 
-    trainer._engine.sharded.assign_gradients = noting
+    trainer._engine.bound.held.assign_gradients = noting
     trainer.train(max_steps=2)
     own = [
         sum(parameter.numel() * 4 for parameter in parameters),

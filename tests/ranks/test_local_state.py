@@ -73,7 +73,7 @@ def state_of(trainer: Trainer) -> dict[str, Tensor]:
     found = {"scale": torch.tensor(trainer.scaler.get_scale())}
     found |= {name: local_shard(value).clone() for name, value in trainer.model.state_dict().items()}
     found |= {f"ema/{name}": value.clone() for name, value in engine.average.state_dict().items()}
-    names = [name for names in engine.optimizer_names for name in names]
+    names = [name for names in engine.bound.names for name in names]
     for name, state in zip(names, trainer.optimizer.state.values(), strict=True):
         found |= {f"optimizer/{name}/{key}": local_shard(value).clone() for key, value in state.items()}
     return found

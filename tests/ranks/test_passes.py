@@ -17,8 +17,20 @@ from typer.testing import CliRunner
 import paceline
 import tiny
 import warm
-from paceline.parallel import parallelize
+from paceline.parallel import (
+    compile,
+    data_parallel,
+    dynamic_ddp,
+    fsdp,
+    meta_init,
+    recompute,
+    split,
+    sync_batchnorm,
+    weight_passes,
+)
+from paceline.parallel.pipeline import stage_partition
 from paceline.parallel.pipeline.schedule_runner import PipelineRunner
+from paceline.parallel.tensor import apply as tensor
 from paceline.precision import policies
 from paceline.tools.cli.main import app
 from samples import ALL
@@ -55,25 +67,25 @@ CASES: list[tuple[str, int, str, dict[str, Any], list[str]]] = [
 ]  # fmt: skip
 if not ALL:  # each of their passes is in another layout
     CASES = [case for case in CASES if case[0] not in ("tensor × shard", "pipeline × replicate", "pipeline × tensor")]
-# The functions that do the work of a pass, by the names under which `parallelize` calls them.
-WORK = {
-    "split": "split",
-    "broadcast_weights": "broadcast",
-    "remove_other_stages": "pipeline",
-    "convert_sync_batchnorm": "sync_batchnorm",
-    "apply_tensor_parallel": "tensor",
-    "recompute": "recompute",
-    "compile_model": "compile",
-    "shard": "fsdp",
-    "replicate": "ddp",
-    "gpus": "data_parallel",
-    "MicroBatched": "microbatches",
-}
+# The functions that do the work of a pass, in the modules whose passes call them.
+WORK = [
+    (split, "split", "split"),
+    (weight_passes, "broadcast_weights", "broadcast"),
+    (stage_partition, "remove_other_stages", "pipeline"),
+    (sync_batchnorm, "convert_sync_batchnorm", "sync_batchnorm"),
+    (tensor, "_shard_parameters", "tensor"),
+    (recompute, "recompute", "recompute"),
+    (compile, "compile_model", "compile"),
+    (fsdp, "shard", "fsdp"),
+    (dynamic_ddp, "replicate", "ddp"),
+    (data_parallel, "gpus", "data_parallel"),
+    (split, "MicroBatched", "microbatches"),
+]
 
 
 @contextmanager
 def recorded(executed: list[str]) -> Iterator[None]:
-    """Note the passes by what they call, not by what `compose` believes to run."""
+    """Note the passes by what they call, not by what `parallelize` believes to run."""
 
     def noting(work: Callable[..., Any], name_of: Callable[..., str | None]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,13 +99,12 @@ def recorded(executed: list[str]) -> Iterator[None]:
     def patch(owner: Any, attribute: str, name_of: Callable[..., str | None]) -> Any:
         return mock.patch.object(owner, attribute, noting(getattr(owner, attribute), name_of))
 
-    patches = [patch(parallelize, attribute, lambda *_, name=name: name) for attribute, name in WORK.items()]
+    patches = [patch(module, attribute, lambda *_, name=name: name) for module, attribute, name in WORK]
     patches += [
         patch(policies, "prepare_model", lambda *_: "precision"),
         patch(PipelineRunner, "broadcast_tied", lambda *_: "tied_parameters"),
         # The full model's weights are allocated when it is placed; shards of them, when all passes are done.
-        patch(parallelize, "materialize", lambda root, model, *_: None if root is model else "materialize"),
-        patch(parallelize, "spans_devices", lambda *_: None),
+        patch(meta_init, "materialize", lambda root, model, *_: None if root is model else "materialize"),
     ]
     to = nn.Module.to
 

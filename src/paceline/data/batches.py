@@ -6,7 +6,7 @@ A list inside a batch may also have one item per sample, as detection models exp
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
@@ -28,7 +28,7 @@ _ORDERED = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch
 # What a batch is made of: parts whose first dim is the batch; the same, with lists of one item per sample inside; or a
 # list of samples.
 Kind = Literal["parts", "lists", "items"]
-Cast = Callable[[torch.Tensor], torch.Tensor]
+Changes = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
@@ -257,41 +257,43 @@ def _like(batch: Any, values: Any) -> Any:
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
-def to_device(micros: Iterator[MicroBatch], device: torch.device, cast: Cast | None) -> Iterator[MicroBatch]:
-    """Each micro-batch on `device`, with `cast` applied to its tensors. Large ones are copied to a GPU one step ahead,
-    on a side stream, to overlap copies with compute."""
+def to_device(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
+    """Each micro-batch on `device`, with `changes` applied to its tensors, one after the other. Large ones are copied
+    to a GPU one step ahead, on a side stream, to overlap copies with compute."""
     if device.type == "cuda":
-        return _prefetched(micros, device, cast)
-    if device.type == "cpu" and cast is None:
+        return _prefetched(micros, device, changes)
+    if device.type == "cpu" and not changes:
         return micros  # already there
-    return _moved(micros, device, cast)
+    return _moved(micros, device, changes)
 
 
-def _moved(micros: Iterator[MicroBatch], device: torch.device, cast: Cast | None) -> Iterator[MicroBatch]:
+def _moved(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
     for micro in micros:
-        micro.batch = apply(micro.batch, lambda tensor: _cast(tensor.to(device), cast))
+        micro.batch = apply(micro.batch, lambda tensor: _changed(tensor.to(device), changes))
         yield micro
 
 
-def _cast(tensor: torch.Tensor, cast: Cast | None) -> torch.Tensor:
-    return tensor if cast is None else cast(tensor)
+def _changed(tensor: torch.Tensor, changes: Changes) -> torch.Tensor:
+    for change in changes:
+        tensor = change(tensor)
+    return tensor
 
 
-def _prefetched(micros: Iterator[MicroBatch], device: torch.device, cast: Cast | None) -> Iterator[MicroBatch]:
+def _prefetched(micros: Iterator[MicroBatch], device: torch.device, changes: Changes) -> Iterator[MicroBatch]:
     side, compute = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     copied: list[torch.Tensor] = []  # of one micro-batch, on the side stream
     ahead: tuple[MicroBatch, list[torch.Tensor], torch.cuda.Event] | None = None
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == device or tensor.nbytes <= _ON_COMPUTE_STREAM:
-            return _cast(tensor.to(device, non_blocking=True), cast)
+            return _changed(tensor.to(device, non_blocking=True), changes)
         with torch.cuda.stream(side):
-            copied.append(_cast(tensor.to(device, non_blocking=True), cast))
+            copied.append(_changed(tensor.to(device, non_blocking=True), changes))
         return copied[-1]
 
     for micro in micros:
         copied = []
-        if cast is not None or not _is_flat_on(device, micro.batch):
+        if changes or not _is_flat_on(device, micro.batch):
             micro.batch = apply(micro.batch, put)
         done = side.record_event() if copied else None
         if ahead is not None:

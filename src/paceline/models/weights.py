@@ -32,13 +32,6 @@ def as_channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=memory_format)
 
 
-def input_change(cast: Change | None, *, channels_last: bool) -> Change | None:
-    """The change of every tensor of a batch on its way to the model, if any."""
-    if not channels_last:
-        return cast
-    return as_channels_last if cast is None else lambda tensor: as_channels_last(cast(tensor))
-
-
 @torch.no_grad()
 def convert_weights(model: nn.Module) -> int:
     """Convert the parameters in place, and return the number of those that have a format."""

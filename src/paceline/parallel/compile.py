@@ -29,6 +29,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from paceline.errors import LayoutError
 from paceline.models.spec import find_blocks, spec_of
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.parallel.recompute import RecomputedForward
 from paceline.parallel.shards import has_dtensors
 from paceline.runtime import noise
@@ -36,6 +37,13 @@ from paceline.runtime import noise
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # Sizes that keep changing are worth a compilation: more than a few short batches, and a good part of all batches.
 _FEW, _PART = 16, 4
+
+
+def apply_compile(parts: ModelParts, context: PassContext) -> str:
+    if parts.model._compiled_call_impl is None:
+        require_compiler(context.mesh.device)
+    parts.forward_contexts.insert(0, ShortBatches)  # around the others
+    return compile_model(parts.model, context.config.compile, parts.blocks)
 
 
 def compile_model(model: nn.Module, mode: bool | str, names: list[str] | None = None) -> str:

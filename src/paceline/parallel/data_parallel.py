@@ -37,6 +37,7 @@ from paceline.models.divisor import Divisor
 from paceline.models.loss_module import changed_kind
 from paceline.models.usage_errors import require_trainable
 from paceline.models.weights import as_moved
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.plan.slicing import slice_bounds
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh, broadcast_from_first
@@ -88,6 +89,15 @@ def average(bucket: GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer().div_(torch_dist.get_world_size())
     reduced: Future[list[Tensor]] = torch_dist.all_reduce(buffer, async_op=True).get_future()
     return reduced.then(lambda done: done.value()[0])
+
+
+def apply_data_parallel(parts: ModelParts, context: PassContext) -> str:
+    found = gpus()
+    if len(found) > 1:
+        parts.forward, parts.slices = DataParallel(parts.module, found), True
+        return f'dp: one process, {len(found)} GPUs; strategy="ddp" with `paceline launch` is faster'
+    count = "one GPU" if found else "no GPU"
+    return f'dp: {count}, running on {context.mesh.device}; for several ranks: paceline launch -n 2, strategy="ddp"'
 
 
 class DataParallel(nn.Module):

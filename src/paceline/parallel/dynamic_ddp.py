@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import frexp, isfinite, ldexp
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -28,10 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import TrainError
 from paceline.log import Log
-from paceline.parallel.data_parallel import CommHook
-from paceline.parallel.same_call import Agreement
+from paceline.parallel.data_parallel import CommHook, replicate
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives
+from paceline.runtime.method_check import Departures
 from paceline.text import listed, plural
 
 _KEPT = 8
@@ -99,6 +101,19 @@ class WeightInBucket:
         return ldexp(number, self._unit)
 
 
+def apply_ddp(parts: ModelParts, context: PassContext) -> None:
+    config, hook = context.config, context.comm_hook
+    allow_unused = config.unused_parameters == "allow"
+    build = partial(replicate, parts.module, context.mesh.device, config.ddp, allow_unused=allow_unused, hook=hook)
+    size = None if config.ddp.bucket_mb == "auto" else config.ddp.bucket_mb
+    if size is None and config.sync is not None and config.sync.compress == "powersgd":
+        # No small first bucket: its factors are sent in no time, but each bucket waits twice for the slowest rank.
+        size = 25.0
+    departures = Departures(config.timeout)
+    replicas = DynamicDDP(parts.module, build, context.log, departures, size, hook, context.traffic)
+    parts.forward, parts.no_sync = replicas, replicas.no_sync
+
+
 class Build(Protocol):
     def __call__(self, *, again: bool, bucket_mb: float | None) -> DistributedDataParallel: ...
 
@@ -111,24 +126,26 @@ class DynamicDDP:
         step: nn.Module,
         build: Build,
         log: Log,
-        agreement: Agreement,
+        departures: Departures,
         bucket_mb: float | None = None,
         hook: CommHook | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
-        """`hook`: what `build` registers on each wrapper."""
+        """`hook`: what `build` registers on each wrapper. `traffic` counts what DDP sends besides gradients, which the
+        hook counts."""
         self._build, self._log, self._step, self._bucket_mb, self.hook = build, log, step, bucket_mb, hook
         self.carried: WeightInBucket | None = None
         self.sends_weight = False  # the backward of the last forward reduces `carried` as well
         self._names = [name.removeprefix("model.") for name, _ in step.named_parameters()]
         self._parameters = list(step.parameters())
-        self._agreement = agreement
+        self._departures = departures
         self._flags = [parameter.requires_grad for parameter in self._parameters]
         self._ddp = build(again=False, bucket_mb=bucket_mb)
         self._built: Counter[Flags] = Counter([tuple(self._flags)])
         self._kept: dict[Flags, DistributedDataParallel] = {}
         self._sync, self._unreduced = True, False
         self._before: list[GradientMark] | None = None
-        self.traffic: Traffic | None = None  # counts what DDP sends besides gradients, which its hook counts
+        self._traffic = traffic
         # Called with a new wrapper and the next batch. A first backward makes DDP rebuild its buckets.
         self.warm_up: Callable[[Forward, Any], None] | None = None
 
@@ -145,8 +162,8 @@ class DynamicDDP:
             ddp.require_backward_grad_sync = self._sync
         self._unreduced = not self._sync
         self.sends_weight = self._sync and self.carried is not None
-        if self.traffic is not None:
-            self._count(self.traffic)
+        if self._traffic is not None:
+            self._count(self._traffic)
         return ddp(batch)
 
     def _count(self, traffic: Traffic) -> None:
@@ -218,7 +235,7 @@ class DynamicDDP:
     def _switch(self, flags: list[bool], batch: Any) -> None:
         changed = [number for number, flag in enumerate(flags) if flag != self._flags[number]]
         self._require_reduced(changed)
-        self._require_agreement(flags, changed)
+        self._require_same_flags(flags, changed)
         before, after = tuple(self._flags), tuple(flags)
         if self._built[before] > 1 and len(self._kept) < _KEPT:
             self._kept[before] = self._ddp
@@ -253,8 +270,8 @@ class DynamicDDP:
                 fix="change requires_grad after an optimizer step, for example in a callback (on_step, on_epoch)",
             )
 
-    def _require_agreement(self, flags: list[bool], changed: list[int]) -> None:
-        agreed = self._agreement.reached_by(repr(flags))
+    def _require_same_flags(self, flags: list[bool], changed: list[int]) -> None:
+        agreed = self._departures.joined_by(repr(flags))
         if agreed < collectives.world():
             states = ", ".join(f"{self._names[number]} to {flags[number]}" for number in changed[:_SHOWN])
             raise TrainError(

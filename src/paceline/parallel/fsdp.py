@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,9 +28,41 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.config.sections import FsdpSection
 from paceline.errors import LayoutError, TrainError
+from paceline.models.spec import find_blocks
+from paceline.parallel.model_parts import ModelParts, PassContext
+from paceline.precision import policies
 from paceline.runtime.mesh import Mesh
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_GATHERED_AT_ONCE = (
+    'fsdp: the full model is gathered at once, because ranks may run different modules (unused_parameters="allow"); '
+    "set blocks to gather by block, if every rank runs every block"
+)
+
+
+def apply_fsdp(parts: ModelParts, context: PassContext) -> str | None:
+    config, mesh, line = context.config, context.mesh, None
+    gather_dtype = policies.half_dtype(config.precision)
+    if parts.runner is not None:
+        # Each stage separately, as the schedule runs them. Parameters stay gathered over all micro-batches of a step.
+        settings = config.fsdp.model_copy(update={"reshard": False})
+        for stage in parts.runner.stages:
+            blocks = [block for block in stage.blocks if any(True for _ in block.parameters())]
+            shard(stage, blocks, mesh, settings, gather_dtype)
+        roots = [cast(FSDPModule, stage) for stage in parts.runner.stages]
+    else:
+        blocks = [block for _, block in find_blocks(parts.model, parts.blocks)]
+        allows_unused = config.unused_parameters == "allow"
+        if allows_unused and config.blocks is None and blocks and mesh.degrees.world > 1:
+            blocks, line = [], _GATHERED_AT_ONCE
+        shard(parts.module, blocks, mesh, config.fsdp, gather_dtype)
+        roots = [cast(FSDPModule, parts.module)]
+        if allows_unused:
+            reduce_unused(roots[0])
+    parts.forward = parts.module
+    if mesh.degrees.replicate > mesh.local_replicas:
+        parts.no_sync = partial(without_all_reduce, roots)
+    return line
 
 
 def shard(

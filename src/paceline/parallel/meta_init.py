@@ -16,12 +16,19 @@ from torch import Tensor, nn
 
 from paceline.errors import LayoutError
 from paceline.models import huggingface
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.parallel.shards import copy_shard_, retie, tied_parameters
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_cpu
 
 
 def is_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def apply_materialize(parts: ModelParts, context: PassContext) -> None:
+    if is_meta(parts.model):
+        device = torch.device("cpu") if context.config.fsdp.offload else context.mesh.device
+        materialize(parts.module, parts.model, device, context.config.seed)
 
 
 def materialize(root: nn.Module, model: nn.Module, device: torch.device, seed: int) -> None:

@@ -39,6 +39,7 @@ from paceline.errors import LayoutError
 from paceline.models import huggingface
 from paceline.models.spec import find_blocks
 from paceline.models.weights import PowerIterations
+from paceline.parallel.model_parts import ModelParts, PassContext
 
 _ATEN = torch.ops.aten
 # Expensive to recompute relative to the memory of their outputs.
@@ -132,6 +133,10 @@ class _Again:
 
     def __exit__(self, *raised: Any) -> bool | None:
         return self._entered.pop().__exit__(*raised)
+
+
+def apply_recompute(parts: ModelParts, context: PassContext) -> str:
+    return recompute(parts.model, context.config.recompute, parts.blocks, context.log.warning)
 
 
 def recompute(

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from paceline.log import at_level
 from paceline.models.weights import as_moved
-from paceline.parallel.same_call import meet
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
+from paceline.runtime.method_check import require_same_method
 
 
 @torch.no_grad()
@@ -34,9 +34,9 @@ def is_primary_shard(parameter: Tensor, mesh: Mesh) -> bool:
     if mesh.local_replicas > 1:
         del place["replicate"]
     if isinstance(parameter, DTensor):
-        for axis, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
-            if not placement.is_replicate():
-                place.pop(axis)
+        own = parameter.device_mesh  # may have other axes than that of the run
+        for axis, placement in zip(own.mesh_dim_names or (), parameter.placements, strict=True):
+            place[axis] = own.get_local_rank(axis) if placement.is_replicate() else 0
     return not any(place.values())
 
 
@@ -73,7 +73,7 @@ def as_dtensor_like(parameter: Tensor, own: Tensor) -> Tensor:
 def gather_full_tensors(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
     """Full tensors of all stages, on the CPU of rank 0; empty on other ranks. Collective: must be called on every rank,
     with the same names along every axis but `pipeline`."""
-    meet()
+    require_same_method()
     is_primary = not any(mesh.coords_in_stage.values())
     own: dict[str, Tensor] = {}
     names: dict[int, str] = {}

@@ -28,6 +28,8 @@ from paceline.errors import LayoutError
 from paceline.models.divisor import Divisor
 from paceline.models.spec import find_blocks
 from paceline.parallel.data_parallel import LossPart, combine_losses, combine_metrics
+from paceline.parallel.meta_init import is_meta, materialize
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.plan.partition import balanced_partition, parse_balance
 from paceline.plan.slicing import slice_bounds
 from paceline.runtime import noise
@@ -35,6 +37,19 @@ from paceline.text import format_bytes
 
 Named = tuple[str, nn.Module]
 Place = tuple[Named, int]  # a layer and the index of its device
+ALREADY_PLACED = "placement: unchanged, the model is already on several devices"
+
+
+def apply_split(parts: ModelParts, context: PassContext) -> str:
+    if is_meta(parts.model):
+        materialize(parts.model, parts.model, torch.device("cpu"), context.config.seed)
+    if spans_devices(parts.model):
+        return ALREADY_PLACED
+    return split(parts.model, context.config.split, parts.blocks)
+
+
+def apply_microbatches(parts: ModelParts, context: PassContext) -> None:
+    parts.forward, parts.slices = MicroBatched(parts.module, context.config.split.microbatches), True
 
 
 def devices_of(settings: SplitSection) -> list[torch.device]:

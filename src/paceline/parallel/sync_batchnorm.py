@@ -28,10 +28,26 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from paceline.errors import TrainError
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.plan.network_model import Traffic
 from paceline.runtime import collectives, noise
+from paceline.text import plural
 
 _BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def apply_sync_batchnorm(parts: ModelParts, context: PassContext) -> str | None:
+    changed = convert_sync_batchnorm(parts.model, context.mesh.data_group, context.traffic)
+    changed += synchronize_instance_norms(parts.model, context.mesh.data_group)
+    others = unconverted(parts.model)
+    if others:
+        context.log.warning(
+            f"sync_batchnorm: {', '.join(others[:4])} not converted: custom forward; statistics stay per rank"
+        )
+    if not changed:
+        return None
+    ranks = "the ranks of a replica" if context.mesh.local_replicas > 1 else "all ranks"
+    return f"sync_batchnorm: {plural(len(changed), 'layer')}, statistics over {ranks}"
 
 
 def convert_sync_batchnorm(

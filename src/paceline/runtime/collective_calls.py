@@ -1,9 +1,9 @@
 """What the collectives of `paceline.dist` share: arguments, handles, and the check that all ranks make the same call.
 
 The first calls in each process group check that operation, shape, dtype and root are the same on all ranks, and name
-the ranks and lines that differ (call_check.py). With `dist.debug(True)` or PACELINE_DEBUG=1 every collective of the
-process does, also those of torch.distributed, and those of DDP, FSDP2 and DTensor, which are called from C++. They pass
-through torch's dispatcher as operators of `c10d`, above the kernels of CPU and CUDA. A Python kernel is registered
+the ranks and lines that differ (collective_check.py). With `dist.debug(True)` or PACELINE_DEBUG=1 every collective of
+the process does, also those of torch.distributed, and those of DDP, FSDP2 and DTensor, which are called from C++. They
+pass through torch's dispatcher as operators of `c10d`, above the kernels of CPU and CUDA. A Python kernel is registered
 there, which makes the check and calls the kernel below. Without debug mode it is not registered.
 """
 
@@ -18,8 +18,8 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from paceline.errors import WorldError
-from paceline.runtime import call_check, environment, process_group
-from paceline.runtime.call_check import describe
+from paceline.runtime import collective_check, environment, process_group
+from paceline.runtime.collective_check import describe
 
 Op = Literal["sum", "mean", "max", "min", "product"] | torch_dist.ReduceOp.RedOpType
 Group = torch_dist.ProcessGroup | None
@@ -212,8 +212,8 @@ def _check(operation: str, tensor: Tensor | None, detail: str, group: Group) -> 
             return
         _calls[name] = _calls.get(name, 0) + 1
         patience = _PATIENCE
-    call = call_check.describe(operation, [] if tensor is None else [tensor], detail)
-    call_check.require_same_call(call, group, patience)
+    call = collective_check.describe(operation, [] if tensor is None else [tensor], detail)
+    collective_check.require_same_call(call, group, patience)
 
 
 def end(async_op: bool, *handles: Any, finish: Callable[[], object] | None = None) -> Work | None:
@@ -283,7 +283,7 @@ def _kernel(operator: Any, describe_call: Callable[..., str]) -> Callable[..., A
     def checked(keyset: Any, *arguments: Any) -> Any:
         group = torch_dist.ProcessGroup.unbox(arguments[position])
         if group.size() > 1 and torch_dist.is_initialized():
-            call_check.require_same_call(describe_call(group, *arguments), group)
+            collective_check.require_same_call(describe_call(group, *arguments), group)
         return operator.redispatch(keyset & _BELOW, *arguments)
 
     return checked

@@ -1,19 +1,16 @@
-"""Where ranks stand: a board in the store of the process group, on which each rank posts it for the others.
-
-They may wait in a collective, and can't be asked with another. A thread (train/standstill.py) posts for them.
-"""
+"""The board on which the ranks of the process group post and meet, and the counters of this one."""
 
 from __future__ import annotations
 
-import json
-import secrets
+import atexit
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 import torch.distributed as torch_dist
 
-from paceline.runtime import collectives, process_group
+from paceline.diagnose.hang.barrier import Board
+from paceline.runtime import process_group
 
 
 class Progress:  # counters of this process: while they change, it does not stand still
@@ -25,68 +22,36 @@ class Progress:  # counters of this process: while they change, it does not stan
 progress = Progress()
 
 
-class Post(NamedTuple):
-    """What a rank has posted. `calls` and `micros` order it among the calls that all ranks make."""
+class GroupBoard(Board):
+    """The board of a process group, on a connection of its own: another thread may be waiting in that of the group."""
 
-    place: str
-    calls: int
-    micros: int
-    waits: bool  # idle in a collective or in an agreement: it continues only if another rank does something
-    ended: bool
-    stands: bool = False
-    number: int = 0  # among the posts of its rank
-
-
-class Board:
-    """Collective: must be created on every rank."""
-
-    def __init__(self) -> None:
-        self._name = collectives.broadcast_object(secrets.token_hex(4))  # separates this group from earlier ones
-        self.group = weakref.ref(torch_dist.group.WORLD)
-        self.rank, self.world = torch_dist.get_rank(), torch_dist.get_world_size()
+    def __init__(self, name: str | None = None) -> None:
+        # Private, because the user may have initialized the group.
+        store: Any = torch_dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError, NotImplementedError):
+            store = store.clone()
+        super().__init__(store, torch_dist.get_rank(), torch_dist.get_world_size(), lambda: progress.micros, name=name)
+        self.checked: dict[str, list[int]] = {}  # members by the sequence of collectives; without, it is not checked
         self.timeout = process_group.FIRST_STEP_SECONDS  # of collectives
-        self.calls = 0  # that all ranks have made together
-        self.micros = progress.micros  # at the last of them
-        self._posts = 0
+        self._group = weakref.ref(torch_dist.group.WORLD)
+        atexit.register(self._post_end)
 
     @property
-    def store(self) -> Any:
-        try:
-            return torch_dist.distributed_c10d._get_default_store()  # private; the user may have initialized the group
-        except ValueError as error:
-            raise RuntimeError("the process group was destroyed") from error
+    def is_current(self) -> bool:
+        """Whether its group is the default one."""
+        return torch_dist.is_initialized() and self._group() is torch_dist.group.WORLD
 
-    def key(self, *parts: object) -> str:
-        return "/".join(map(str, ("paceline", self._name, *parts)))
-
-    def post(self, place: str, *, waits: bool = False, ended: bool = False, stands: bool = False) -> None:
-        self._posts += 1
-        own = (place, self.calls, progress.micros - self.micros, waits, ended, stands, self._posts)
-        self.store.set(self.key("at", self.rank), json.dumps(own))
-
-    def post_stack(self, stack: Sequence[tuple[str, str, int]]) -> None:
-        """Functions, files and lines of the main thread, innermost first."""
-        self.store.set(self.key("stack", self.rank), json.dumps(stack))
-
-    def read_stack(self, rank: int) -> list[tuple[str, str, int]]:
-        text = self.read_text("stack", rank)
-        return [] if text is None else [tuple(frame) for frame in json.loads(text)]
-
-    def read(self, rank: int) -> Post | None:
-        text = self.read_text("at", rank)
-        return None if text is None else Post(*json.loads(text))
-
-    def read_text(self, *parts: object) -> str | None:
-        key = self.key(*parts)
-        return self.store.get(key).decode() if self.store.check([key]) else None
+    def _post_end(self) -> None:
+        with suppress(Exception):  # the store may have ended before
+            self.post(ended=progress.ended)
 
 
-_board: Board | None = None
+_board: GroupBoard | None = None
 
 
-def board() -> Board:
-    """The board of the process group. Collective on first use."""
+def board(name: str | None = None) -> GroupBoard:
+    """The board of the process group; a new one of this name, if there is a name."""
     global _board
-    if _board is None or _board.group() is not torch_dist.group.WORLD:
-        _board = Board()
+    if name is not None or _board is None or not _board.is_current:
+        _board = GroupBoard(name)
     return _board

@@ -34,7 +34,6 @@ from paceline.runtime import collectives, process_group
 from paceline.runtime.whereabouts import progress
 from paceline.train import first_step, loop
 from paceline.train.checks.foreign_steps import GradientInspector
-from paceline.train.pipeline_step import PipelineLossModule
 
 
 class StepResult(NamedTuple):
@@ -113,7 +112,7 @@ class CustomLoop:
         engine, parameters = self.engine, list(self.engine.module.parameters())
         self._gradients = GradientInspector(parameters, engine.updater.discard_gradients, engine.log)
         # Otherwise accumulated gradients may be elsewhere than in `.grad`.
-        self._keeps_gradients = engine.sharded is None and not isinstance(engine.module, PipelineLossModule)
+        self._keeps_gradients = engine.bound.held is None and engine.parts.runner is None
 
     def expect(self, micro: MicroBatch, loader: Loader, groups: int) -> None:
         """Announce the next batch, which comes from `loader`."""
@@ -160,8 +159,8 @@ class CustomLoop:
         weights = self.engine.stepper.weights
         if weights.losses and not weights.means:  # in a pipeline only the last stage has losses
             loss = loss / weights.losses[-1][1]
-        if isinstance(self.engine.module, PipelineLossModule):
-            [value] = self.engine.module.pipeline.broadcast_from_last([float(loss)])
+        if self.engine.parts.runner is not None:
+            [value] = self.engine.parts.runner.broadcast_from_last([float(loss)])
             loss = torch.tensor(value, dtype=torch.float64, device=loss.device)
         if micro.last:
             self._finish(micro)
@@ -188,7 +187,7 @@ class CustomLoop:
     def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
         """Return `function(model, *inputs)`, with the precision and the gathered parameters of a training step."""
         engine = self.engine
-        if isinstance(engine.module, PipelineLossModule):
+        if engine.parts.runner is not None:
             raise loss_module.pipeline_error()
         for hook in engine.hooks.before_forward:
             hook(self._added is None)
@@ -220,7 +219,7 @@ class CustomLoop:
                     result if loss is mean else value if known is None or isinstance(known, Divisor) else value * known
                 )
                 counted = known
-        own = self._current is None and isinstance(self.engine.wrapped.forward, DynamicDDP)
+        own = self._current is None and isinstance(self.engine.parts.forward, DynamicDDP)
         if own and self.engine.comm_hook is not None:
             raise loss_module.hook_error(self.engine.comm_hook.name)
         if self._added is not None and own is not self._own:
@@ -273,7 +272,7 @@ class CustomLoop:
             loss_module.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.weights.reduce(micro)
         same = engine.mesh.degrees.is_replicated and engine.mesh.local_replicas == 1
-        scaled = engine.scaler.has_scaled(engine.optimizer)
+        scaled = engine.scaler.has_scaled(engine.bound.optimizer)
         self._gradients.inspect(engine.stepper.weights.factor, scaled=scaled, replicated=same)
         self._finish(replace(micro, step=engine.position.step))
         if self._own_losses:  # the pre-flight, which they skip, does so otherwise
@@ -290,7 +289,7 @@ class CustomLoop:
             self._syncing = True
 
     def _sync_context(self) -> Any:
-        no_sync = self.engine.wrapped.no_sync
+        no_sync = self.engine.parts.no_sync
         return nullcontext() if self._syncing or no_sync is None else no_sync()
 
     def _begin_micro(self, *, first: bool, may_change: bool) -> None:

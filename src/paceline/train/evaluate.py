@@ -33,6 +33,7 @@ from paceline.models.metrics import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.optim.schedules import Best
 from paceline.parallel.fsdp import reshard_all
+from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.run.history import Record
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
@@ -42,7 +43,6 @@ from paceline.runtime.whereabouts import progress
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.features.schedule import LearningRate
 from paceline.train.metric_functions import MetricFunctions
-from paceline.train.pipeline_step import PipelineLossModule
 
 # No training step has this number, so evaluation never reuses the noise of a step.
 _EVALUATION = -1

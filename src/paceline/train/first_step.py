@@ -35,7 +35,7 @@ from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.features.gradient_hooks import BackwardInspector
 from paceline.train.features.local_steps import replicas_differ
-from paceline.train.pipeline_step import PipelineLossModule, PipelineStep
+from paceline.train.pipeline_step import PipelineStep
 from paceline.train.recorder import Recorder
 from paceline.train.train_step import TrainStep
 
@@ -51,7 +51,7 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
     """Measure sizes and use one, if the recipe says `auto`. Call within `engine.draw`. Collective."""
     if engine.config.ddp.bucket_mb != "auto":
         return
-    replicas = engine.wrapped.forward
+    replicas = engine.parts.forward
     if not isinstance(replicas, DynamicDDP):
         engine.log.info("ddp: bucket_mb: auto has no effect, because this layout does not use DDP")
         return
@@ -146,7 +146,7 @@ class BucketSizeState:
         return size if isinstance(size, float) else None
 
     def load_state_dict(self, state: float | None) -> None:
-        engine, replicas = self._engine, self._engine.wrapped.forward
+        engine, replicas = self._engine, self._engine.parts.forward
         if state is not None and engine.config.ddp.bucket_mb == "auto" and isinstance(replicas, DynamicDDP):
             _use(engine, replicas, state)
             engine.log.info(f"ddp: bucket_mb: auto uses {state:g} MB, as measured before this checkpoint")
@@ -182,7 +182,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         _compare_halves(engine, micro, groups, (), keeps=True, is_random=False)
         return
     stepper.weigh(several=groups > 1)
-    replicas, watch = engine.wrapped.forward, BackwardInspector(engine.model)
+    replicas, watch = engine.parts.forward, BackwardInspector(engine.model)
     # Before the trial, which builds buckets: few losses turn out to have a weight that does not depend on the data.
     carries = isinstance(replicas, DynamicDDP) and type(stepper) is TrainStep and replicas.carry_weight()
     with (
@@ -191,7 +191,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     ):
         weight, depends, (own, counted), keeps = preflight.check(
             _trial(engine, micro),
-            engine.wrapped,
+            engine.parts,
             engine.mesh,
             fingerprint=fingerprint(),
             allow_unused=config.unused_parameters == "allow",
@@ -247,7 +247,7 @@ def _compare_halves(
     """Warn if a batch is sliced, and the loss depends on how. `state`: what the forward changes, which is named;
     `keeps`: whether it may change attributes; `is_random`: whether losses can't be compared in training mode."""
     degrees = engine.mesh.degrees
-    if engine.mesh.data_ranks * groups * degrees.pipeline == 1 and not engine.wrapped.slices:
+    if engine.mesh.data_ranks * groups * degrees.pipeline == 1 and not engine.parts.slices:
         return
     trial, failed = _trial(engine, micro), None
     if degrees.pipeline == 1:
@@ -361,7 +361,7 @@ def _trial(engine: Engine, micro: MicroBatch) -> split_invariance.LossTrial:
     def run(batch: Any) -> Any:
         """With the graph that shows what a mean was divided by, and that a loss may need (a gradient penalty)."""
         # FSDP and pipelines would take a forward with gradients for one of training.
-        if not engine.mesh.degrees.is_replicated or isinstance(engine.module, PipelineLossModule):
+        if not engine.mesh.degrees.is_replicated:
             return engine.module.recorded(partial(run_loss, engine.module, batch))
         with torch.enable_grad():
             return run_loss(engine.module, batch)
@@ -389,7 +389,7 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
                 f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
             )
 
-    hook = engine.optimizer.register_step_pre_hook(check)
+    hook = engine.bound.optimizer.register_step_pre_hook(check)
     if groups > 1:
         watch = BackwardInspector(engine.model)
         engine.stepper.weigh(several=True)

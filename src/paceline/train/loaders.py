@@ -12,9 +12,9 @@ from paceline.data.iterable import UserBatches
 from paceline.data.loader import DataShard, LaterLoader, Loader
 from paceline.data.sharded_stream import ShardedStream, require_order
 from paceline.errors import DataError
-from paceline.parallel.same_call import meet
 from paceline.plan.batch import DEFAULT_BATCH, BatchPlan, derive_batch
 from paceline.runtime import collectives
+from paceline.runtime.method_check import require_same_method
 from paceline.train.checks import run_setup
 from paceline.train.engine import Engine
 from paceline.train.oom import BatchSizeFinder
@@ -37,7 +37,7 @@ class Loaders:
     def training(self, data: Any, *, announce: bool = True) -> tuple[Loader, BatchPlan]:
         """Return the loader of training data and its batch plan. `announce`: call `set_epoch` of a dataset, which the
         user does in a custom loop. Collective."""
-        meet()
+        require_same_method()
         mesh = self._engine.mesh
         adopt.require_true_claims(collectives.all_gather_object(adopt.claim(data, mesh.data_rank)), mesh.data_ranks)
         batch = self._batch_plan(data)
@@ -93,7 +93,7 @@ class Loaders:
 
     def evaluation(self, data: Any, *, ordered: bool = False) -> Loader:
         """Return a loader over `data`, once, in micro-batches no larger than in training. Collective."""
-        meet()
+        require_same_method()
         data = adopt.recognize(data, self._engine.config.seed)
         ranks, config = self._engine.mesh.data_ranks, self._engine.config
         batch = self._batch_of(data) or derive_batch(config, self._engine.layout).size

@@ -19,16 +19,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.loader import Loader, MicroBatch
-from paceline.monitor.profiler import Profiler
 from paceline.run.history import Record
 from paceline.train.callbacks import Callbacks, Epoch, Step
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.engine import Engine
 from paceline.train.rank_poll import RankPoll
 from paceline.train.recorder import Recorder
+
+if TYPE_CHECKING:
+    from paceline.monitor.profiler import Profiler
 
 END_OF_DATA = "end of data"
 

@@ -76,7 +76,7 @@ def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> Tra
     requested, device = _REQUESTED.search(str(error)), engine.world.device
     parameters = sum(_bytes(parameter) for parameter in engine.model.parameters())
     gradients = sum(_bytes(parameter) for parameter in engine.model.parameters() if parameter.requires_grad)
-    states = sum(_bytes(value) for state in engine.optimizer.state.values() for value in state.values())
+    states = sum(_bytes(value) for state in engine.bound.optimizer.state.values() for value in state.values())
     samples = f"{plan.micro_batch.value} samples" if plan else "unknown size"
     return TrainError(
         "out-of-memory",

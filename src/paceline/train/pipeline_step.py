@@ -7,12 +7,12 @@ rows only, so padding has no weight. Other stages collect nothing: in sums over 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.config.sections import PipelineSection as Settings
@@ -20,100 +20,14 @@ from paceline.data.batches import rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
 from paceline.models.divisor import Divisor
-from paceline.models.loss_module import LossModule
-from paceline.models.model_call import ModelCall, choose_outputs, read_loss
-from paceline.models.spec import PipelineSpec
-from paceline.parallel.parallelize import ModelParts
-from paceline.parallel.pipeline.schedule_runner import PipelineRunner
-from paceline.parallel.tensor.apply import full_logits
+from paceline.models.model_call import read_loss
+from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.plan.partition import choose_microbatches
 from paceline.precision.policies import Scaler
 from paceline.runtime import collectives
 from paceline.runtime.whereabouts import progress
 from paceline.train.loss_weights import Weight
 from paceline.train.train_step import TrainStep
-
-
-class PipelineLossModule(LossModule):
-    """The loss module of a pipeline. Calling it runs a batch through all stages, without gradients, and applies the
-    loss (or `function`) to the outputs on the last stage; other ranks return None."""
-
-    can_repeat = False
-
-    def __init__(
-        self,
-        model: nn.Module,
-        context: AbstractContextManager[Any] | None,
-        pipeline: PipelineRunner,
-        spec: PipelineSpec | None,
-    ) -> None:
-        super().__init__(model, context)
-        self.pipeline, self._spec = pipeline, spec
-        self.stages = nn.ModuleList(pipeline.stages)
-        self._select_inputs: ModelCall | None = None
-
-    def forward(self, batch: Any, function: Callable[[nn.Module, Any], Any] | None = None) -> Any:
-        with torch.no_grad():
-            outputs = self.pipeline.forward(self.inputs_of(batch))
-        if function is not None:
-            return None if outputs is None else self.result_of(outputs, batch, function)
-        if outputs is None:
-            return None, None
-        assert self.call is not None
-        value, weight, self.metrics = read_loss(self.result_of(outputs, batch, self.call.loss))
-        return value, weight
-
-    def inputs_of(self, batch: Any) -> Tensor:
-        """The input of the first stage: the argument of the model, without targets."""
-        if self._spec is not None and isinstance(batch, dict):
-            batch = {key: value for key, value in batch.items() if key != self._spec.targets}
-        if self._select_inputs is None:
-            self._select_inputs = choose_outputs(self.model, batch)
-        inputs = self._select_inputs(_only_argument, batch)
-        if not isinstance(inputs, Tensor):
-            raise LayoutError(
-                "pipeline-inputs",
-                f"A pipeline requires one input tensor, got a {type(inputs).__name__}.",
-                why="the input is split into micro-batches by rows",
-                fix='use (input, target) batches, or a dict with one input; or strategy="fsdp"',
-            )
-        return inputs
-
-    def result_of(self, outputs: Any, batch: Any, call: ModelCall) -> Any:
-        """Return `call(model, batch)` for a model with these outputs."""
-
-        def model(*arguments: Any, **named: Any) -> Any:
-            targets = arguments[1] if len(arguments) > 1 else named.get(self._spec.targets) if self._spec else None
-            if self._spec is None or targets is None:
-                return full_logits(outputs)
-            return getattr(self.model, self._spec.loss)(outputs, targets)
-
-        with self.context or nullcontext():
-            return call(model, batch)
-
-
-def build_loss_module(
-    subject: ModelParts, context: AbstractContextManager[Any] | None, stateful_loss: nn.Module | None = None
-) -> LossModule:
-    """Build the module that the remaining passes are applied to."""
-    if subject.runner is None or subject.partition is None:
-        return LossModule(subject.model, context, stateful_loss)
-    return PipelineLossModule(subject.model, context, subject.runner, subject.partition.sequence.spec)
-
-
-def require_no_loss_fn(loss_fn: Callable[[Any, Any], Any] | None) -> None:
-    if loss_fn is not None:
-        raise LayoutError(
-            "pipeline-and-loss-fn",
-            "loss_fn(model, batch) is not supported by a pipeline.",
-            why="no rank holds the full model; the last stage computes the loss from the outputs",
-            fix="pass criterion=… for (input, target) batches, or use a model whose PipelineSpec names its loss",
-        )
-
-
-def _only_argument(*arguments: Any, **named: Any) -> Any:
-    values = [*arguments, *named.values()]
-    return values[0] if len(values) == 1 else values
 
 
 class PipelineStep(TrainStep):

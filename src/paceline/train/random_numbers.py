@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from paceline.config.recipe import Config
 from paceline.models.dropout.functions import by_sample
 from paceline.parallel.data_parallel import DataParallel
-from paceline.parallel.parallelize import Wrapped
+from paceline.parallel.model_parts import ModelParts
 from paceline.parallel.tensor.apply import is_sequence_parallel
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.runtime import rng
@@ -19,13 +18,12 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 
 
-def noise_context(
-    config: Config, model: nn.Module, blocks: Sequence[str], mesh: Mesh, wrapped: Wrapped, loss_fn: Any
-) -> NoiseContext:
-    """The context of training steps. `blocks`: their names in the full model."""
-    if config.dropout == "per-rank" or isinstance(wrapped.forward, DataParallel):  # threads would share the keys
+def noise_context(config: Config, parts: ModelParts, mesh: Mesh, loss_fn: Any) -> NoiseContext:
+    """The context of training steps."""
+    if config.dropout == "per-rank" or isinstance(parts.forward, DataParallel):  # threads would share the keys
         return NoiseContext(config.seed)
-    keys = by_sample(model, blocks, config.seed, mesh.device)
+    model = parts.model
+    keys = by_sample(model, parts.all_blocks, config.seed, mesh.device)
     keys.exact_attention = config.dropout == "exact" or config.deterministic == "everywhere"
     keys.splits = loss_fn is None
     keys.lazy = not any(module._compiled_call_impl is not None for module in model.modules())

@@ -28,12 +28,9 @@ from paceline.models.spec import declared_spec
 from paceline.models.zoo import MODELS, find_model, get_model
 from paceline.monitor import rank_stats
 from paceline.monitor.loggers import open_loggers
-from paceline.monitor.profiler import Profiler
 from paceline.monitor.rank_stats import RankStats
 from paceline.parallel.compile import require_compiler
 from paceline.parallel.fsdp import require_gpu
-from paceline.parallel.pipeline.stage_partition import partition_model
-from paceline.parallel.tensor.apply import check_plan
 from paceline.plan.batch import derive_batch
 from paceline.plan.layout import Derived, derive_layout
 from paceline.plan.memory import MachineFacts
@@ -52,19 +49,13 @@ from paceline.runtime.device import choose_device, memory_of
 from paceline.runtime.process_group import World
 from paceline.runtime.processes import call_in_child
 from paceline.runtime.rng import derive_seed, preserve_rng_state, seed_everything
-from paceline.train import resolve_layout
-from paceline.train.checks import run_setup
+from paceline.train.checks import layout_checks, run_setup
 from paceline.train.recorder import Sinks
 from paceline.user_code import is_own
 
 _DATA = 1  # the number of a random stream; the model has 0
 REGISTRIES: dict[str, Registry[Any, Any]] = {"model": MODELS, "data": DATASETS}
 MetricsLike = Mapping[str, Any] | Sequence[str] | str | None
-UNTRAINED = (
-    "optimizer: these trainable parameters are not updated: {}; create the optimizer after requires_grad_(True), or "
-    "freeze them with requires_grad_(False)"
-)
-_SHOWN = 8
 
 
 def import_component(config: Config, key: str) -> None:
@@ -197,10 +188,7 @@ def _check(config: Config, ranks: int) -> None:
     require_allowed(config, plan)
     derive_batch(config, plan)
     meta_model = _build_checked(config)
-    if plan.degrees.tensor > 1:
-        check_plan(meta_model, config.tensor, plan.degrees.tensor)
-    if plan.degrees.pipeline > 1:
-        partition_model(meta_model, config.pipeline, plan.degrees.pipeline)
+    layout_checks.check_plan_of(config, meta_model, plan)
     device = choose_device(config.device, environment.RankInfo())
     if config.fsdp.offload:
         require_gpu(device)
@@ -208,7 +196,7 @@ def _check(config: Config, ranks: int) -> None:
         require_compiler(device)
     if device.type == "cpu":  # querying a GPU would initialize CUDA, and ranks could no longer be forked
         machine = MachineFacts(ranks, nodes=1, memory=memory_of(device, ranks))
-        resolve_layout.resolve_on(plan, config, meta_model, machine)
+        layout_checks.resolve_on(plan, config, meta_model, machine)
     if config.train.epochs is None and config.train.max_steps is None:
         derive_schedule(config, 1, None, None, None)
 
@@ -237,24 +225,6 @@ def _require_section(section: NamedSection | None, key: str, example: str) -> Na
     return section
 
 
-def check_parameters(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
-    trainable = {id(parameter): name for name, parameter in named.items() if parameter.requires_grad}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for parameter, name in trainable.items() if parameter not in held]
-    foreign = held - {id(parameter) for parameter in named.values()}
-    if foreign:
-        raise TrainError(
-            "other-parameters",
-            f"The optimizer holds {len(foreign)} parameters that do not belong to the model, and lacks "
-            f"{', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}.",
-            why="only parameters of the model, and of an nn.Module as criterion, are synchronized and saved",
-            fix="create the optimizer from the parameters() of the model that is passed to the Trainer, after layers "
-            "are replaced; put a head that is outside the model, or a loss with parameters, into one nn.Module with it",
-        )
-    return missing
-
-
 def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Callable[[], None]) -> Sinks:
     """Open the files and loggers for this rank's records. `recreate` is called if the folder disappears."""
     if run is None:
@@ -266,8 +236,12 @@ def open_sinks(config: Config, run: RunFolder | None, world: World, recreate: Ca
     return Sinks(JsonlWriter(run.metrics, recreate), events, loggers, JsonlWriter(run.media, recreate))
 
 
-def open_profiler(config: Config, run: RunFolder | None, world: World) -> Profiler | None:
-    return None if config.profile is None else Profiler(config.profile, run, world.rank_info.rank)
+def open_profiler(config: Config, run: RunFolder | None, world: World) -> Any:
+    if config.profile is None:
+        return None
+    from paceline.monitor.profiler import Profiler  # few runs need it
+
+    return Profiler(config.profile, run, world.rank_info.rank)
 
 
 def tokens_per_sample(batch: Any) -> int | None:

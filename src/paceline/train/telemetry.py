@@ -13,19 +13,24 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
+from paceline.log import Log, rank_log
+from paceline.parallel.split import devices_of
 from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
 from paceline.run.ledger import Ledger, RunEnd
-from paceline.runtime import environment
+from paceline.runtime import environment, process_group
 from paceline.runtime.process_group import World
+from paceline.train import standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
+from paceline.train.trainer_kwargs import DeviceLike
 
 # Seconds between two events of a step: a thousandth of the time so far, within these bounds. A week is 10,000 lines.
 _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 60.0
@@ -237,3 +242,20 @@ def _recording(micros: Iterator[MicroBatch], suspect: int, path: Path) -> Iterat
             samples += micro.indices[: micro.samples]  # without samples, a rank runs a placeholder batch
             heartbeat.write_suspects(path, heartbeat.Suspects(suspect, micro.epoch, samples))
         yield micro
+
+
+def join(config: Config, notes: Sequence[str], device: DeviceLike) -> tuple[World, Telemetry, Log]:
+    """Join the process group, and show it to observers."""
+    if config.strategy == "split":  # batches and losses are on its first device
+        device = devices_of(config.split)[0]
+    telemetry = Telemetry()
+    world = process_group.init_world(
+        device=device, backend=config.backend, timeout=config.timeout, fallback=config.fallback
+    )
+    log = rank_log(world.rank_info.rank, quiet=config.quiet)
+    for note in notes:
+        log.info(note)
+    standstill.watch(world.size, telemetry.heartbeat)
+    telemetry.joined(world)
+    log.on_warning = telemetry.warned
+    return world, telemetry, log

@@ -42,7 +42,6 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.train.checks import snapshot
 from paceline.train.hooks import Hooks, HookTable
-from paceline.train.pipeline_step import PipelineLossModule
 
 _WAITS = 3  # numbers about waiting: the share of time, the time that reading takes, and that of new workers
 
@@ -87,7 +86,7 @@ class ModelFlops:
             if not self._compiles:
                 if not _compiled_frames():  # otherwise a function in it may have been compiled before
                     self._hooks.set(Hooks(name="flops", before_micro=self._count_second))
-            elif not isinstance(self._module, PipelineLossModule):
+            elif self._module.can_repeat:
                 self._hooks.set(Hooks(name="flops", on_losses=lambda _: self._count_on_fakes(micro)))
 
         self._hooks.set(Hooks(name="flops", after_backward=done))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.data.loader import MicroBatch
 from paceline.models.loss_module import LossModule
-from paceline.parallel.parallelize import Wrapped
+from paceline.parallel.model_parts import ModelParts
 from paceline.runtime.generator_states import marks_now
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.whereabouts import progress
@@ -21,11 +21,11 @@ class TrainStep:
     """Runs the micro-batches of a step. `weights` keeps their losses."""
 
     def __init__(
-        self, module: LossModule, wrapped: Wrapped, weights: LossWeights, draw: NoiseContext, hooks: HookTable
+        self, module: LossModule, parts: ModelParts, weights: LossWeights, draw: NoiseContext, hooks: HookTable
     ) -> None:
         self.weights, self._module, self.draw, self.hooks = weights, module, draw, hooks
-        self._forward, self._no_sync = wrapped.forward, wrapped.no_sync
-        self._always_weighs = weights.is_shared or wrapped.slices
+        self._forward, self._no_sync = parts.forward, parts.no_sync
+        self._always_weighs = weights.is_shared or parts.slices
         self.checks: Any = None  # `first_step.LaterChecks`
 
     def reset(self) -> None:

@@ -26,7 +26,7 @@ from paceline.monitor.progress_bar import Display, choose_display
 from paceline.parallel.data_parallel import Reduce, broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record
-from paceline.train import first_step, loop, oom, recipe_objects
+from paceline.train import first_step, loop, oom, recipe_objects, trainer_kwargs
 from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
@@ -36,7 +36,7 @@ from paceline.train.checks import preflight
 from paceline.train.checks.wrapped_model import check_comm_hook
 from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
-from paceline.train.engine import DeviceLike, Engine
+from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.features import nonfinite
 from paceline.train.loaders import Loaders
@@ -46,14 +46,13 @@ from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import Interrupted, RankPoll, Signals
 from paceline.train.recipe_objects import MetricsLike, build_metrics, drop_inherited_options, split_metrics
 from paceline.train.recorder import Recorder, Sinks
-from paceline.train.trainer_kwargs import MethodHints, TrainerKwargs, check_arguments, document_settings, hinted
+from paceline.train.trainer_kwargs import DeviceLike, UserObjects
 from paceline.train.trainer_methods import TrainerMethods
-from paceline.train.user_objects import UserObjects
 from paceline.train.weights_view import weights_view
 
 
-@document_settings
-class Trainer(TrainerMethods, MethodHints):
+@trainer_kwargs.document_settings
+class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
     """Trains a model with the same result on any number of ranks.
 
     It never starts processes: under paceline, torchrun, spawn or an existing process group it uses that world; in a
@@ -119,12 +118,12 @@ class Trainer(TrainerMethods, MethodHints):
         device: str | int | torch.device | None = None,
         comm_hook: Reduce | None = None,
         comm_state: Any = None,
-        **settings: Unpack[TrainerKwargs],
+        **settings: Unpack[trainer_kwargs.TrainerKwargs],
     ) -> None:
         values: dict[str, Any] = dict(settings)
         if isinstance(optimizer, (Mapping, str)):
             values["optimizer"], optimizer = optimizer, None
-        check_arguments(model, optimizer, loss_fn, criterion, scheduler)
+        trainer_kwargs.check_arguments(model, optimizer, loss_fn, criterion, scheduler)
         values["metrics"], functions = split_metrics(metrics)
         config = Config.from_dict(values, origin=KEYWORDS)
         hook = check_comm_hook(comm_hook, comm_state)
@@ -174,7 +173,7 @@ class Trainer(TrainerMethods, MethodHints):
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
         self._engine = engine = Engine(config, model, task, device)
         self.world, self.model = engine.world, engine.model
-        self.optimizer, self.scaler = engine.optimizer, engine.scaler
+        self.optimizer, self.scaler = engine.bound.optimizer, engine.scaler
         self._rates = engine.schedule
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
         about = (engine.world, engine.log, engine.model, engine.position)
@@ -214,7 +213,7 @@ class Trainer(TrainerMethods, MethodHints):
         """The current epoch, starting at 0; after its last batch, the next one: `range(trainer.epoch, epochs)`."""
         return self._engine.position.current_epoch
 
-    @hinted
+    @trainer_kwargs.hinted
     def train(
         self, data: Any = None, val: Any = None, *, epochs: int | None = None, max_steps: int | None = None
     ) -> History:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from paceline.errors import TrainError
 from paceline.parallel.data_parallel import broadcast_buffers
-from paceline.parallel.same_call import meet
 from paceline.parallel.shards import gather_full_tensors
 from paceline.runtime.mesh import Mesh
+from paceline.runtime.method_check import require_same_method
 
 if TYPE_CHECKING:
     from paceline.train.engine import Engine
@@ -60,7 +60,7 @@ class WeightsView:
         """The full weights; if parameters are sharded, on rank 0 only. Means over replicas are copies."""
         if self.swapped is None:
             return self._full()
-        meet()
+        require_same_method()
         with self.swapped():
             return {name: each.clone() if isinstance(each, Tensor) else each for name, each in self._full().items()}
 
@@ -69,7 +69,7 @@ class WeightsView:
 
 
 def weights_view(engine: Engine) -> WeightsView:
-    view = WeightsView(engine.model, engine.mesh, engine.sharded is not None, engine.model.state_dict)
+    view = WeightsView(engine.model, engine.mesh, engine.bound.held is not None, engine.model.state_dict)
     for change in engine.hooks.view:
         view = change(view)
     return view

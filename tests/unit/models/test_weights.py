@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.models.weights import as_channels_last, checksum, convert_weights, input_change
+from paceline.models.weights import as_channels_last, checksum, convert_weights
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,6 @@ def test_other_tensors_stay() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(3, 4, 5)], layout=torch.jagged)
     for tensor in (torch.zeros(()), torch.zeros(2, 3), torch.zeros(2, 3, 4), sparse, nested):
         assert as_channels_last(tensor) is tensor
-
-
-def test_a_cast_comes_first() -> None:
-    change = input_change(lambda tensor: tensor.double(), channels_last=True)
-    assert change is not None
-    changed = change(torch.zeros(2, 3, 4, 5))
-    assert changed.dtype is torch.float64 and changed.is_contiguous(memory_format=torch.channels_last)
-    assert input_change(None, channels_last=False) is None
 
 
 def test_weights_have_the_strides_of_their_gradients() -> None:

@@ -32,7 +32,7 @@ _TRAINER = {f"paceline/train/{name}.py" for name in ("trainer", "trainer_methods
 _DIST = {"paceline/runtime/collectives.py", "paceline/runtime/collective_calls.py"}
 _WRAPPER = "paceline/train/trainer_kwargs.py"  # a frame between the user's code and a method of the Trainer
 _BACKWARD = "torch/autograd/graph.py"  # which waits for the reduction of gradients
-_WAITING = ("torch/distributed/", _BACKWARD, "paceline/parallel/same_call.py", "paceline/runtime/")
+_WAITING = ("torch/distributed/", _BACKWARD, "paceline/diagnose/hang/barrier.py", "paceline/runtime/")
 # Innermost functions of torch.distributed, while a rank waits for one other.
 _P2P = {
     "send",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.diagnose.hang import wait_graph
 from paceline.diagnose.hang.evidence import GroupProgress, Operation, RankEvidence
 from paceline.diagnose.hang.stack_place import StackPlace, place_of_stack
 
@@ -45,6 +46,7 @@ class Waits:
         self._trust_stacks = trust_stacks
         self.of: Mapping[int, Wait] = {each.rank: wait for each in ranks if (wait := self._wait(each))}
         self.free = [rank for rank in self.evidence if rank not in self.of and rank not in self.unseen]
+        self._awaits = {rank: self.awaited_by(rank) for rank in self.of}
 
     def awaited_by(self, rank: int) -> set[int]:
         """The ranks that this one waits for. If nobody knows for whom: all that don't wait themselves."""
@@ -58,28 +60,12 @@ class Waits:
 
     def to_blame(self) -> list[int]:
         """The ranks that others wait for, directly or through others, and that wait for nobody."""
-        found = sorted({rank for start in self.of for rank in self._reachable(start)} - self.of.keys())
+        found = wait_graph.blamed(self._awaits)
         return [rank for rank in found if rank not in self.unseen] or found
 
     def cycle(self) -> list[int]:
         """Ranks that wait for each other, in order; empty if there are none."""
-        for start in self.of:
-            path = [start]
-            while (following := sorted(self.awaited_by(path[-1]) & self.of.keys())) and following[0] not in path:
-                path.append(following[0])
-            if following:
-                return path[path.index(following[0]) :]
-        return []
-
-    def _reachable(self, start: int) -> set[int]:
-        found: set[int] = set()
-        left = self.awaited_by(start)
-        while left:
-            rank = left.pop()
-            if rank not in found:
-                found.add(rank)
-                left |= self.awaited_by(rank)
-        return found
+        return wait_graph.cycle(self._awaits)
 
     def _wait(self, evidence: RankEvidence) -> Wait | None:
         if has_left(evidence) or evidence.state == "stopped" or _is_unseen(evidence):

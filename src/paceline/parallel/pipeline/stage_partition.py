@@ -16,7 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.config.sections import PipelineSection
 from paceline.errors import LayoutError
-from paceline.models.spec import PipelineSpec, spec_of
+from paceline.models.spec import PipelineSpec, find_blocks, spec_of
+from paceline.parallel.meta_init import is_meta
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.parallel.shards import tied_parameters
 from paceline.plan.partition import balanced_partition, parse_balance, require_enough, require_runnable, stages_per_rank
 
@@ -246,6 +248,21 @@ class AbsentLayer(nn.Module):
             why="each rank of a pipeline holds some of the layers only",
             fix="look parameters up by name, dict(model.named_parameters()).get(name), which is None on other ranks",
         )
+
+
+def apply_pipeline(parts: ModelParts, context: PassContext) -> str:
+    """Remove the stages of other ranks."""
+    model, mesh, partition, rank = parts.model, context.mesh, context.partition, context.mesh.coords["pipeline"]
+    assert partition is not None
+    blocks = [name for name, _ in find_blocks(model, parts.blocks)]
+    remove_other_stages(model, partition, rank)
+    here = {name for name, module in model.named_modules() if not isinstance(module, AbsentLayer)}
+    # Blocks must be found before: on this rank, the list of layers may have a single member left.
+    parts.blocks = [name for name in blocks if name in here] if blocks else None
+    parts.tied_copies, parts.aliases = partition.copies_on(rank), partition.aliases_on(rank)
+    if not is_meta(model) and mesh.data_ranks == mesh.local_replicas and not context.config.fsdp.offload:
+        model.to(mesh.device)  # otherwise FSDP moves it, block by block
+    return f"pipeline: {len(partition.stages)} stages, layers: {partition}"
 
 
 def remove_other_stages(model: nn.Module, partition: StagePartition, rank: int) -> None:

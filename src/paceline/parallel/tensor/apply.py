@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from paceline.config.sections import TensorSection as Settings
 from paceline.errors import LayoutError
 from paceline.models.spec import plan_of, spec_of, styles_of_modules
+from paceline.parallel.model_parts import ModelParts, PassContext
 from paceline.parallel.shards import shard_of, tied_parameters
 from paceline.parallel.tensor.layers import gather_from_group, parallelize_layer
-from paceline.runtime.mesh import Mesh
 from paceline.text import plural
 
 _SHARD_DIM = {"column": 0, "gathered": 0, "vocabulary": 0, "row": 1}  # of a weight
@@ -105,8 +105,9 @@ def _is_sequence_parallel(styles: Mapping[str, str], settings: Settings) -> bool
     return settings.sequence and "sequence" in styles.values()
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: Mesh, settings: Settings) -> str:
-    """Shard the model in place. Weights must be equal on all ranks. Returns a summary for the log."""
+def apply_tensor(parts: ModelParts, context: PassContext) -> str:
+    """Shard the model in place. Weights must be equal on all ranks."""
+    model, mesh, settings = parts.model, context.mesh, context.config.tensor
     axis = mesh.axis("tensor")
     assert axis is not None
     is_full = mesh.degrees.pipeline == 1

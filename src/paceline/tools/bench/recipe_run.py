@@ -64,7 +64,7 @@ def measure(recipe: Mapping[str, Any], steps: int, *, predicts: bool) -> dict[st
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else world.device.type,
         "layout": str(engine.layout.degrees),
         "strategy": engine.layout.strategy,
-        "separate": isinstance(engine.wrapped.forward, DynamicDDP)
+        "separate": isinstance(engine.parts.forward, DynamicDDP)
         or isinstance(engine.stepper, SlicedStep)
         or engine.mesh.local_replicas > 1,
         "batch": run.batch,
@@ -91,7 +91,7 @@ def unpredictable(trainer: TimedTrainer) -> str:
     engine = trainer._engine
     if trainer.world.size == 1:
         return "one rank"
-    if not isinstance(engine.wrapped.forward, DynamicDDP):
+    if not isinstance(engine.parts.forward, DynamicDDP):
         return f"{engine.layout.strategy} communicates inside forward and backward"
     return "sync changes what is sent" if trainer.config.sync is not None else ""
 
@@ -153,7 +153,7 @@ def _measure_link(buckets: Sequence[int], world: World) -> LinkModel:
 
 def _omit_reduction(trainer: TimedTrainer) -> None:
     """Let DDP fill its buckets, and keep the gradients of this rank in them."""
-    replicas = trainer._engine.wrapped.forward
+    replicas = trainer._engine.parts.forward
     assert isinstance(replicas, DynamicDDP)
     trainer._engine.replicas = None  # their weights will differ
     trainer.align = collectives.barrier  # ranks begin each step together, as with communication

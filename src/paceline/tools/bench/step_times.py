@@ -135,7 +135,7 @@ def watch(job: loop.Job, times: StepTimes) -> None:
 
 def _hooks(engine: Engine, times: StepTimes, work: str) -> Hooks:
     """`work`: what ends with a backward. That of DDP ends with communication."""
-    reduces, weights = isinstance(engine.wrapped.forward, DynamicDDP), engine.stepper.weights
+    reduces, weights = isinstance(engine.parts.forward, DynamicDDP), engine.stepper.weights
     exchange = step_report.COMMUNICATION if engine.config.fixed_order else step_report.OTHER  # of slices
 
     def before_backward(micro: MicroBatch, value: Tensor) -> None:

@@ -49,7 +49,7 @@ class ModelState(ShardedStateful):
         paths: dict[int, str] = {}
         extra: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
-        copies = engine.tied_copies
+        copies = engine.parts.tied_copies
         is_first = (engine.mesh.data_rank if engine.mesh.local_replicas == 1 else engine.mesh.coords["shard"]) == 0
         for name, value in self._view.entries(keep_vars=True).items():
             path = f"model/{name}"
@@ -77,7 +77,7 @@ class ModelState(ShardedStateful):
 
     def _saved_names(self) -> dict[str, Tensor]:
         """The model's tensors by their names in the checkpoint."""
-        copies = self._engine.tied_copies
+        copies = self._engine.parts.tied_copies
         entries = self._view.entries(keep_vars=True)
         return {copies.get(name, name): tensor for name, tensor in entries.items() if isinstance(tensor, Tensor)}
 

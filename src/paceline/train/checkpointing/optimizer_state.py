@@ -32,29 +32,29 @@ class OptimizerState(ShardedStateful):
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
         self._require_parameters()
-        copies = engine.tied_copies
-        for name, parameter in engine.named_parameters():
+        copies = engine.parts.tied_copies
+        for name, parameter in engine.parts.named_parameters():
             if name not in copies:
                 self._add_state_of(name, parameter, state)
         groups, tensors = [], dict[str, Tensor]()
-        both = zip(engine.optimizer.param_groups, engine.optimizer_names, strict=True)
+        both = zip(engine.bound.optimizer.param_groups, engine.bound.names, strict=True)
         for number, (settings, names) in enumerate(both):
             kept = {key: value for key, value in settings.items() if key not in SWITCHES}
             groups.append({"settings": to_json(kept, f"optimizer-groups/{number}", tensors), "names": names})
         state.tensors |= {path: LocalShard(tensor) for path, tensor in tensors.items()}
         state.volatile |= set(tensors)
-        state.values = {"kind": type(engine.optimizer).__name__, "groups": groups}
+        state.values = {"kind": type(engine.bound.optimizer).__name__, "groups": groups}
         return state
 
     def _require_parameters(self) -> None:
-        optimizer = self._engine.optimizer
+        optimizer = self._engine.bound.optimizer
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for key in optimizer.state:
             if id(key) not in parameters:
                 raise self._unsupported(f"{key!r}, which is not a parameter")
 
     def _add_state_of(self, name: str, parameter: nn.Parameter, state: ShardedState) -> None:
-        for key, value in self._engine.optimizer.state.get(self._held(parameter), {}).items():
+        for key, value in self._engine.bound.optimizer.state.get(self._held(parameter), {}).items():
             if isinstance(value, DTensor) and value.shape != parameter.shape:
                 raise self._unsupported(f"{name}: {key!r} is a DTensor of another shape")
             if isinstance(value, Tensor):
@@ -67,28 +67,28 @@ class OptimizerState(ShardedStateful):
     def _unsupported(self, where: str) -> CheckpointError:
         return CheckpointError(
             "optimizer-state",
-            f"{type(self._engine.optimizer).__name__} has unsupported state for {where}.",
+            f"{type(self._engine.bound.optimizer).__name__} has unsupported state for {where}.",
             why="a checkpoint can store tensors and numbers for each parameter",
             fix="store a tensor in optimizer.state[parameter], or save with include_optimizer=False",
         )
 
     def _held(self, parameter: Tensor) -> Tensor:
         """The tensor that the optimizer has for a parameter."""
-        return parameter if self._engine.sharded is None else self._engine.sharded.held_of(parameter)
+        return parameter if self._engine.bound.held is None else self._engine.bound.held.held_of(parameter)
 
     def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
         manifest = checkpoint.manifest
         self._require_same_optimizer(checkpoint)
-        copies, saved = self._engine.tied_copies, _paths_by_parameter(manifest.tensors)
+        copies, saved = self._engine.parts.tied_copies, _paths_by_parameter(manifest.tensors)
         targets = targets_below(manifest, "optimizer-groups")
-        for name, parameter in self._engine.named_parameters():
+        for name, parameter in self._engine.parts.named_parameters():
             for path in saved.get(copies.get(name, name), {}).values():
                 shape = torch.Size(manifest.tensors[path].shape)
                 targets[path] = parameter if shape == parameter.shape else torch.empty(shape, device="meta")
         return targets
 
     def _require_same_optimizer(self, checkpoint: Checkpoint) -> None:
-        saved, kind = checkpoint.manifest.state["optimizer"], type(self._engine.optimizer).__name__
+        saved, kind = checkpoint.manifest.state["optimizer"], type(self._engine.bound.optimizer).__name__
         fix = "build the same optimizer, or load only the weights: load_checkpoint(…, weights_only=True)"
         where = checkpoint.folder
         if saved["kind"] != kind:
@@ -96,17 +96,17 @@ class OptimizerState(ShardedStateful):
             raise CheckpointError("other-optimizer", what, fix=fix)
         names = [group["names"] for group in saved["groups"]]
         # An optimizer may hold frozen parameters, of which the checkpoint of one without them knows nothing.
-        absent = {name for name, p in self._engine.named_parameters() if not p.requires_grad}.difference(*names)
-        if names != [[name for name in group if name not in absent] for group in self._engine.optimizer_names]:
+        absent = {name for name, p in self._engine.parts.named_parameters() if not p.requires_grad}.difference(*names)
+        if names != [[name for name in group if name not in absent] for group in self._engine.bound.names]:
             what = f"The parameter groups in checkpoint {where} differ from those of the optimizer."
             raise CheckpointError("other-optimizer", what, fix=fix)
 
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
-        optimizer = self._engine.optimizer
+        optimizer = self._engine.bound.optimizer
         self._engine.updater.forget_state()
         optimizer.state.clear()  # in place, because it may be shared
-        copies, saved = self._engine.tied_copies, _paths_by_parameter(tensors)
-        for name, parameter in self._engine.named_parameters():
+        copies, saved = self._engine.parts.tied_copies, _paths_by_parameter(tensors)
+        for name, parameter in self._engine.parts.named_parameters():
             own = copies.get(name, name)
             for key, path in saved.get(own, {}).items():
                 weight = f"model/{own}"
@@ -122,7 +122,7 @@ class OptimizerState(ShardedStateful):
 
     def _placed(self, key: str, value: Tensor, parameter: nn.Parameter, has_weights_dtype: bool) -> Tensor:
         """`value` on the device, in the memory format and with the placement that the optimizer expects."""
-        optimizer, own = self._engine.optimizer, local_shard(parameter)
+        optimizer, own = self._engine.bound.optimizer, local_shard(parameter)
         if key == "step":  # fused and capturable optimizers expect it on the device
             on_device = is_fused(optimizer) or any(group.get("capturable") for group in optimizer.param_groups)
             return value.to(own.device if on_device else "cpu", copy=True)

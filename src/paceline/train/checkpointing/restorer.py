@@ -19,13 +19,13 @@ from paceline.checkpoint.transfer import fetch
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
-from paceline.parallel.same_call import meet
 from paceline.parallel.shards import copy_shard_
 from paceline.run.folder import BEST, CONFIG, RunFolder, short
 from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
 from paceline.runtime import collectives
 from paceline.runtime.consistency import run_on_all_ranks
+from paceline.runtime.method_check import require_same_method
 from paceline.text import flatten, plural
 from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.run_handle import SETUP, TOGETHER, RunHandle, checkpoint_to_resume, open_runs
@@ -75,7 +75,7 @@ class Restorer:
         require_own_weights(self._engine)
         self._saver.wait_for_copy()
         self._saver.finish()
-        meet()  # rank 0 may still be writing it
+        require_same_method()  # rank 0 may still be writing it
         path = local_store.follow_pointer(path, collectives.broadcast_object)
         kind = collectives.broadcast_object(_kind(path))
         if kind == "file":
@@ -157,13 +157,13 @@ class Restorer:
             loaded = replace(loaded, values={**loaded.values, "scheduler": counters})
         self._state.apply(loaded)
         if not manifest.optimizer:
-            reset_state(engine.optimizer)
+            reset_state(engine.bound.optimizer)
             if loaded.values["scheduler"]:  # the reset optimizer does not have its rates yet
                 self._rates.from_scheduler()
 
     def _start_over(self) -> None:
         """Start at step 0 with the loaded weights."""
-        reset_state(self._engine.optimizer)
+        reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
         if self._engine.compression is not None:
             self._engine.compression.load({}, {})

@@ -17,10 +17,10 @@ from paceline.checkpoint.state import Snapshot, TrainingState
 from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
-from paceline.parallel.same_call import Agreement, meet
 from paceline.run.folder import BEST, LATEST
 from paceline.runtime import process_group
 from paceline.runtime.consistency import run_on_all_ranks
+from paceline.runtime.method_check import Departures, require_same_method
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
 from paceline.train.checks.preflight import versions
@@ -50,10 +50,10 @@ class Saver:
         self._failures = 0
         self.last_cost: SaveResult | None = None
         # Whether no rank has all of the weights: parameters are sharded, or replicas train apart.
-        self._in_parts = engine.sharded is not None or engine.replica_average is not None
+        self._in_parts = engine.bound.held is not None or engine.replica_average is not None
         # Whether no rank has all of the state: nor does it, if what reduces gradients has its own on each.
         self._together = self._in_parts or engine.ranks_have_state
-        self._final = Agreement(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
+        self._final = Departures(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
         if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
 
@@ -84,7 +84,7 @@ class Saver:
     @property
     def can_plan(self) -> bool:
         """Whether the optimizer has its state: fp16 skips the first steps, until the loss scale is low enough."""
-        return bool(self._engine.optimizer.state) or not self._engine.scaler.is_enabled()
+        return bool(self._engine.bound.optimizer.state) or not self._engine.scaler.is_enabled()
 
     def _open_writer(self) -> Writer:
         self._writer = self._writer or Writer(self.group(), without_access=self._run.without_access)
@@ -240,7 +240,7 @@ class Saver:
         if not together and not engine.world.is_main:
             return
         if together:
-            meet(self._config.checkpoint.wait)
+            require_same_method(self._config.checkpoint.wait)
             self.finish()  # concurrent saves would mix up their messages
         writer = Writer(self._group if together else None)
         with engine.telemetry.saving():
@@ -288,7 +288,7 @@ class Saver:
         if self._saved == step or (not self._together and not engine.world.is_main):
             return None
         shared = self._together and engine.world.size > 1
-        alone = shared and self._final.reached_by(str(step)) < engine.world.size
+        alone = shared and self._final.joined_by(str(step)) < engine.world.size
         if alone and self._in_parts:
             why = apart or "parameters are sharded"
             return f"step {step} was not saved: {why}, and not all ranks reached the save"

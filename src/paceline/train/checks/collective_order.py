@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from paceline.config.recipe import Config
 from paceline.errors import LayoutError
-from paceline.parallel.same_call import Agreement
 from paceline.parallel.sync_batchnorm import SynchronizedNorm
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
+from paceline.runtime.method_check import Departures
 from paceline.text import by_rank
 
 _END = -1
@@ -44,9 +44,8 @@ def check_order(step: nn.Module, mesh: Mesh, config: Config) -> None:
     shards = [each for each in modules if isinstance(each[1], FSDPModule)]
     if shards or norms:
         names = {module: name.removeprefix("model.") for name, module in [*norms, *shards]}
-        number = mesh.coords["replicate"] if mesh.local_replicas > 1 else 0
-        agreement = Agreement(config.timeout, (mesh.degrees.world // mesh.local_replicas, f"/{number}"))
-        ModuleOrder(step, names, agreement, mesh, norms=len(norms), compiled=bool(config.compile))
+        departures = Departures(config.timeout, torch_dist.get_process_group_ranks(mesh.step_group))
+        ModuleOrder(step, names, departures, mesh, norms=len(norms), compiled=bool(config.compile))
 
 
 class ModuleOrder:
@@ -60,13 +59,13 @@ class ModuleOrder:
         self,
         root: nn.Module,
         modules: Mapping[nn.Module, str],
-        agreement: Agreement,
+        departures: Departures,
         mesh: Mesh,
         *,
         norms: int,
         compiled: bool,
     ) -> None:
-        self._names, self._agreement, self._mesh, self._norms = [*modules.values()], agreement, mesh, norms
+        self._names, self._departures, self._mesh, self._norms = [*modules.values()], departures, mesh, norms
         self._known: dict[tuple[bool, bool, str], list[int]] = {}  # the order of each kind of forward
         self._kind = (True, True, "")
         self._expected: list[int] = []
@@ -122,7 +121,7 @@ class ModuleOrder:
 
     def _depart(self, number: int) -> None:
         """Ask the other ranks whether they depart from the order as well; they may wait in the usual collective."""
-        agreed, ranks = self._agreement.reached_by(f"{self._position}/{number}"), self._agreement.ranks
+        agreed, ranks = self._departures.joined_by(f"{self._position}/{number}"), len(self._departures.members)
         if agreed < ranks:
             place = self._position
             usual = self._name(self._expected[place] if place < len(self._expected) else _END)

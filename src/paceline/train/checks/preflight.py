@@ -32,7 +32,7 @@ from paceline.models.loss_module import LossModule
 from paceline.models.weights import checksum
 from paceline.parallel.dynamic_ddp import DynamicDDP, Forward
 from paceline.parallel.fsdp import unreached
-from paceline.parallel.parallelize import Wrapped
+from paceline.parallel.model_parts import ModelParts
 from paceline.runtime import collectives, consistency
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
@@ -57,7 +57,7 @@ _ONCE_DIFFERENTIABLE = {  # part of torch's message → what can't be differenti
 
 def check(
     trial: LossTrial,
-    wrapped: Wrapped,
+    parts: ModelParts,
     mesh: Mesh,
     *,
     fingerprint: Any,
@@ -80,9 +80,9 @@ def check(
             if run_zero_weight is not None:  # a pipeline
                 weight = run_zero_weight(copy)
             else:
-                value, weight = wrapped.forward(copy.batch)
+                value, weight = parts.forward(copy.batch)
         if value is not None:
-            _run_backward(module, value, wrapped.forward, allow_unused)
+            _run_backward(module, value, parts.forward, allow_unused)
         draw.end()
         unused = without_gradient(module.model)
     module.zero_grad(set_to_none=True)

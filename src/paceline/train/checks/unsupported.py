@@ -29,6 +29,7 @@ from paceline.runtime.rng import preserve_rng_state
 from paceline.text import listed
 
 _STEPS = 2
+_SHOWN = 8
 _OVERLAPS = 1  # torch's number for a tensor with several elements in one place
 
 
@@ -163,6 +164,28 @@ def check_optimizer(optimizer: Any) -> None:
         f"{(optimizer if is_class else type(optimizer)).__name__}.",
         fix=f'{made}, or settings: optimizer={{"name": "adamw", "lr": 1e-3}}',
     )
+
+
+def check_parameters(named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer, log: Log) -> None:
+    """Report the trainable parameters that the optimizer does not hold. Foreign parameters are an error."""
+    trainable = {id(parameter): name for name, parameter in named if parameter.requires_grad}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for parameter, name in trainable.items() if parameter not in held]
+    foreign = held - {id(parameter) for _, parameter in named}
+    if foreign:
+        raise TrainError(
+            "other-parameters",
+            f"The optimizer holds {len(foreign)} parameters that do not belong to the model, and lacks "
+            f"{', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}.",
+            why="only parameters of the model, and of an nn.Module as criterion, are synchronized and saved",
+            fix="create the optimizer from the parameters() of the model that is passed to the Trainer, after layers "
+            "are replaced; put a head that is outside the model, or a loss with parameters, into one nn.Module with it",
+        )
+    if missing:
+        log.warning(
+            f"optimizer: these trainable parameters are not updated: {', '.join(missing)}; create the optimizer after "
+            "requires_grad_(True), or freeze them with requires_grad_(False)"
+        )
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> TrainError:

@@ -10,7 +10,7 @@ from paceline.train.hooks import Hooks
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    callbacks, model, held = context.user.callbacks, context.model, context.held
+    callbacks, model, held = context.user.callbacks, context.parts.model, context.bound.held
     if not callbacks.hooks["on_gradients"]:
         return None
 

@@ -6,21 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from paceline.config.recipe import Config
 from paceline.log import Log
-from paceline.models.loss_module import LossModule
 from paceline.optim.ema import Ema
-from paceline.parallel.dynamic_ddp import Forward
+from paceline.parallel.model_parts import ModelParts
 from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.precision.policies import Scaler
 from paceline.runtime.process_group import World
 from paceline.train.checks.same_model import ReplicaCheck
+from paceline.train.held_params import BoundOptimizer
 from paceline.train.hooks import Hooks, HookTable
-from paceline.train.optimizer_update import HeldParams
-from paceline.train.user_objects import UserObjects
+from paceline.train.trainer_kwargs import UserObjects
 
 if TYPE_CHECKING:
     from paceline.train.features.local_steps import ReplicaAverage
@@ -33,14 +29,10 @@ class FeatureContext:
     user: UserObjects
     world: World
     log: Log
-    model: nn.Module
-    module: LossModule
-    forward: Forward
-    original_hooks: Mapping[str, Any]  # of the parameters, before the layout was applied
-    tied_copies: Mapping[str, str]  # names of parameters that this rank has a copy of → their originals'
-    optimizer: Optimizer
-    held: HeldParams | None
+    parts: ModelParts
+    bound: BoundOptimizer
     scaler: Scaler
+    original_hooks: Mapping[str, Any]  # of the parameters, before the layout was applied
     schedule: LearningRate
     average: Ema | None
     local_steps: LocalSteps | None
@@ -49,4 +41,4 @@ class FeatureContext:
     table: HookTable  # features that come and go change their own row
 
 
-Build = Callable[[FeatureContext], Hooks | None]  # None: not used in this run
+Build = Callable[[FeatureContext], Hooks | None]  # None: not used in this run. Called on every rank

@@ -13,8 +13,8 @@ from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, StateEntry
 from paceline.config.recipe import Config
 from paceline.optim.ema import Ema
-from paceline.parallel.same_call import meet
 from paceline.parallel.shards import local_shard
+from paceline.runtime.method_check import require_same_method
 from paceline.train.checkpointing.model_state import shard_of
 from paceline.train.features.context import FeatureContext
 from paceline.train.hooks import Hooks
@@ -33,13 +33,13 @@ def build(context: FeatureContext) -> Hooks | None:
     average = context.average
     if average is None:
         return None
-    parameters = dict(context.model.named_parameters())
+    parameters = dict(context.parts.model.named_parameters())
 
     def view(plain: WeightsView) -> WeightsView:
         def averaged() -> AbstractContextManager[None]:
             if plain.means is None:
                 return average.swapped()
-            meet()
+            require_same_method()
             # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
             return average.swapped(plain.means(average.state_dict()))
 
@@ -48,7 +48,7 @@ def build(context: FeatureContext) -> Hooks | None:
     def restart() -> None:
         average.load_state_dict({name: local_shard(parameters[name]) for name in average.state_dict()})
 
-    entry = StateEntry("ema", EmaState(average, parameters, context.tied_copies), scope="weights", volatile=False)
+    entry = StateEntry("ema", EmaState(average, parameters, context.parts.tied_copies), scope="weights", volatile=False)
     return Hooks(
         name="ema",
         before_update=None if average.device_weight is None else average.send_weight,

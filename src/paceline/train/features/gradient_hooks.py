@@ -41,8 +41,8 @@ _Hooks = MutableMapping[int, Callable[[Tensor], Tensor | None]]
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    hooks = GradientHooks(context.model, context.original_hooks, context.table)
-    return hooks.find() if context.world.size > 1 or context.held is not None else hooks.slots()
+    hooks = GradientHooks(context.parts.model, context.original_hooks, context.table)
+    return hooks.find() if context.world.size > 1 or context.bound.held is not None else hooks.slots()
 
 
 class DeferredHook:

@@ -64,7 +64,7 @@ def build(context: FeatureContext) -> Hooks | None:
     steps, average = context.local_steps, context.replica_average
     if steps is None or average is None:
         return None
-    groups = context.optimizer.param_groups
+    groups = context.bound.optimizer.param_groups
 
     def on_reduced(step: int) -> None:
         steps.before_step(step)
@@ -95,8 +95,8 @@ def build(context: FeatureContext) -> Hooks | None:
     def view(own: WeightsView) -> WeightsView:
         return replace(own, swapped=average.swapped, means=average.of)
 
-    named = context.model.named_parameters()
-    parameters = {name: parameter for name, parameter in named if name not in context.tied_copies}
+    named = context.parts.model.named_parameters()
+    parameters = {name: parameter for name, parameter in named if name not in context.parts.tied_copies}
     state = [StateEntry("outer", RoundState(steps, average.place, parameters), volatile=False)]
     if context.scaler.is_enabled():
         scaler = ReplicaScaler(context.scaler)

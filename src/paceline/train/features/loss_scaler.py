@@ -11,7 +11,7 @@ from paceline.train.hooks import Hooks
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    scaler, optimizer = context.scaler, context.optimizer
+    scaler, optimizer = context.scaler, context.bound.optimizer
     state = [StateEntry("scaler", OptionalState(scaler))]
     if not scaler.is_enabled():
         return Hooks(name="loss_scaler", state=state)
@@ -24,6 +24,6 @@ def build(context: FeatureContext) -> Hooks | None:
         scaler.update()
         return scaler.overflowed
 
-    if context.held is not None:  # ranks see their shards only, and agree on overflows where they unscale
+    if context.bound.held is not None:  # ranks see their shards only, and agree on overflows where they unscale
         return Hooks(name="loss_scaler", on_gradients=unscale, take_step=take_step, state=state)
     return Hooks(name="loss_scaler", unscale=unscale, take_step=take_step, state=state)

@@ -44,14 +44,14 @@ _FIXES = {  # part of the reason → what to do
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    config, optimizer = context.config, context.optimizer
+    config, optimizer = context.config, context.bound.optimizer
     if config.nonfinite != "raise" and context.world.device.type != "cpu" and not is_fused(optimizer):
         text = f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
         context.log.info(text)
     if context.scaler.is_enabled():
         return None
     if config.nonfinite == "skip":
-        skip = SkipBadSteps(optimizer, on_device=next(context.module.parameters()).device.type != "cpu")
+        skip = SkipBadSteps(optimizer, on_device=next(context.parts.module.parameters()).device.type != "cpu")
         return Hooks(name="nonfinite", on_gradients=skip.check_norm, vetoes=skip.once)
     stops = config.nonfinite == "stop"
     guard = NonfiniteGuard(optimizer, context.world.device, may_wait=stops)
@@ -69,7 +69,7 @@ def build_buffers(context: FeatureContext) -> Hooks | None:
     """Under `skip` and `stop`, buffers keep their last finite values: a forward with NaN changes the running statistics
     of batch norm even if its step is skipped."""
     raises = context.config.nonfinite == "raise"
-    kept = [(each, each.clone()) for each in context.module.buffers() if each.is_floating_point() and not raises]
+    kept = [(each, each.clone()) for each in context.parts.module.buffers() if each.is_floating_point() and not raises]
     if not kept:
         return None
 

@@ -8,5 +8,5 @@ from paceline.train.hooks import Hooks
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    norms = PowerIterations(context.model)
+    norms = PowerIterations(context.parts.model)
     return Hooks(name="power_iterations", before_forward=norms.allow) if norms else None

@@ -11,7 +11,7 @@ from paceline.train.hooks import Hooks
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    replicas, config = context.forward, context.config
+    replicas, config = context.parts.forward, context.config
     if not isinstance(replicas, DynamicDDP) or config.unused_parameters != "error" or config.ddp.static_graph:
         return None
-    return Hooks(name="unused_parameters", all_backwards=partial(require_gradients, context.model, replicas))
+    return Hooks(name="unused_parameters", all_backwards=partial(require_gradients, context.parts.model, replicas))

@@ -1,4 +1,5 @@
-"""The layout of a run, once its model is known: resolve `auto`, and refuse a layout that does not fit in memory."""
+"""The layout of a run, once its model is known: resolve `auto`, and refuse what the layout, the model or the memory
+does not allow. Each combination is refused here only, before anything is built."""
 
 from __future__ import annotations
 
@@ -11,21 +12,62 @@ from torch.optim import SGD, Adafactor, Optimizer
 from paceline.config.recipe import Config
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import LayoutError
+from paceline.log import Log
 from paceline.models.spec import find_blocks, spec_of
+from paceline.parallel.data_parallel import CommHook
+from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
-from paceline.plan.layout import LayoutPlan
+from paceline.plan.layout import LayoutPlan, derive_layout
 from paceline.plan.memory import MachineFacts, ModelSize
 from paceline.plan.passes import require_allowed
-from paceline.runtime import collectives
+from paceline.runtime import collectives, consistency
 from paceline.runtime.device import memory_of
 from paceline.runtime.process_group import World
+from paceline.train.checks import same_model, unsupported, wrapped_model
+from paceline.train.trainer_kwargs import UserObjects
 
 
-def resolve(
+def check_layout(
+    config: Config, model: nn.Module, user: UserObjects, hook: CommHook | None, world: World, log: Log
+) -> tuple[LayoutPlan, StagePartition | None]:
+    """The layout, and the stages of a pipeline. Collective: must be called on every rank."""
+    unsupported.require_initialized(model)
+    plan = derive_layout(config, world.size, world.rank_info.nodes)
+    partition = check_plan_of(config, model, plan)
+    hook_name = {} if hook is None else {"comm_hook": hook.name}
+    consistency.require_same_recipe(collectives.all_gather_object({**config.to_dict(), **hook_name}))
+    same_model.require_same_model(model, user.optimizer, user.criterion)
+    layout = _resolve(plan, config, model, world, user.optimizer)
+    if layout.degrees.pipeline != plan.degrees.pipeline:
+        partition = partition_model(model, config.pipeline, layout.degrees.pipeline)
+    unsupported.require_supported(model, config, layout.degrees)
+    if hook is not None:
+        wrapped_model.require_ddp(hook, config, layout.degrees, log)
+    unsupported.require_replicated_criterion(user.stateful_loss, config, layout.degrees)
+    if partition is not None and user.loss_fn is not None:
+        raise LayoutError(
+            "pipeline-and-loss-fn",
+            "loss_fn(model, batch) is not supported by a pipeline.",
+            why="no rank holds the full model; the last stage computes the loss from the outputs",
+            fix="pass criterion=… for (input, target) batches, or use a model whose PipelineSpec names its loss",
+        )
+    return layout, partition
+
+
+def check_plan_of(config: Config, model: nn.Module, plan: LayoutPlan) -> StagePartition | None:
+    """Refuse settings and models that a layout does not support, on the full model, which may be on the meta device.
+    Returns the stages of a pipeline."""
+    require_allowed(config, plan)
+    if plan.degrees.tensor > 1:
+        check_plan(model, config.tensor, plan.degrees.tensor)
+    return partition_model(model, config.pipeline, plan.degrees.pipeline) if plan.degrees.pipeline > 1 else None
+
+
+def _resolve(
     plan: LayoutPlan, config: Config, model: nn.Module, world: World, optimizer: Optimizer | None
 ) -> LayoutPlan:
-    """Resolve for the machine with the least memory. Collective: must be called on every rank."""
+    """For the machine with the least memory."""
     if optimizer is not None:
         config = config.model_copy(update={"optimizer": _equivalent_settings(optimizer)})
     memory = min(collectives.all_gather_object(memory_of(world.device, world.rank_info.local_world)))
