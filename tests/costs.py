@@ -1,4 +1,4 @@
-"""What the tests cost, by ring and by file: `make test` ends with a table.
+"""What the tests cost, by ring, by file and by test: `make test` ends with a table.
 
 Every report carries the CPU time of its test: that of this worker and of the processes that ended meanwhile. The
 process that hands out the tests adds up what the workers report.
@@ -52,12 +52,14 @@ class Table:
 
     def __init__(self) -> None:
         self.files: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+        self.tests: dict[str, float] = {}
         self.began = time.perf_counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         cost = dict(report.user_properties).get(_KEY)
         if cost is not None:
             row = self.files[report.nodeid.partition("::")[0]]
+            self.tests[report.nodeid] = cost[0]
             for place, value in enumerate((1, *cost)):
                 row[place] += value
 
@@ -74,6 +76,9 @@ class Table:
             write(f"{ring:14}{tests:7.0f}{cpu:8.0f}{kernel:8.0f}{wall:8.0f}")
         dearest = sorted(self.files.items(), key=lambda row: -row[1][1])[:25]
         write("the dearest files: " + ", ".join(f"{Path(name).name} {row[1]:.0f} s" for name, row in dearest))
+        write("the dearest tests:")
+        for name in sorted(self.tests, key=self.tests.__getitem__, reverse=True)[:60]:
+            write(f"{self.tests[name]:8.1f} s  {name.removeprefix('tests/')}")
         write(f"elapsed: {time.perf_counter() - self.began:.0f} s")
 
 

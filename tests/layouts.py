@@ -1,6 +1,6 @@
 """Models and the layouts on which they must agree with one process. Tests run a part, `make parity` all of it.
 
-Every cell trains 10 steps, 7 in tests, with accumulation, clipping, an average of the weights, evaluation on a
+Every cell trains 10 steps, 6 in tests, with accumulation, clipping, an average of the weights, evaluation on a
 number of samples that no layout divides, and a short batch at the end of an epoch, which is after 5 steps.
 """
 

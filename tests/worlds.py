@@ -6,6 +6,9 @@ and wait for bodies. Each body runs in a new process group, with the output, env
 its test, and with the random numbers and settings of torch at the fork. A body that fails, takes too long or leaves a
 process or a thread behind ends the ranks, and the next one gets new ones.
 
+They compare the first collectives of each group only, as in a training: to compare all, as new ranks do, was a quarter
+of their CPU time.
+
 A body that can't be sent to them runs on new ranks, as users' tests do: it uses `monkeypatch`, or a class of its test.
 In `make test-all` all bodies do, so that no test passes only because of those before it.
 """
@@ -46,7 +49,7 @@ from torch._C._distributed_c10d import FileStore
 from torch._dynamo.utils import counters
 
 import paceline
-from paceline.runtime import collectives, environment, process_group
+from paceline.runtime import collective_calls, collectives, environment, process_group
 from paceline.runtime.processes import fork, keep_gloo_from_preempting, wait_until_idle
 from paceline.tools.testing import runner
 from paceline.train import standstill
@@ -331,7 +334,8 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
         torch_dist.init_process_group("gloo", store=store, rank=rank, world_size=order.number, timeout=seconds)
         torch_dist.barrier()
         keep_gloo_from_preempting()
-        collectives.debug(True)
+        collectives.debug(environment.debug_enabled())
+        collective_calls._calls.clear()
         result = order.run()
         if result is not None and rank == 0:
             torch.save(result, f"{order.folder}/{_RESULT}")

@@ -102,6 +102,7 @@ def test_groups_are_parts_of_the_world() -> None:
 
 @ranks(3)
 def test_ranks_that_make_another_call_are_named() -> None:
+    dist.debug(True)
     with pytest.raises(WorldError) as caught:
         if dist.rank() == 1:
             dist.all_reduce(torch.ones(3, dtype=torch.float64))
@@ -114,6 +115,7 @@ def test_ranks_that_make_another_call_are_named() -> None:
 
 @ranks(2)
 def test_another_operation_is_named() -> None:
+    dist.debug(True)
     with pytest.raises(WorldError, match="rank 1: barrier"):
         if dist.rank() == 1:
             dist.barrier()

@@ -38,7 +38,7 @@ MORE = [
     cell("gpt", "shard=2 tensor=2"),
 ]
 DETECTED_BY = {
-    "wrong sample": [cell("ragged", "ddp:2"), cell("gpt", "fsdp:2"), cell("vit", "ddp:2")],
+    "wrong sample": [cell("ragged", "ddp:2"), cell("gpt", "fsdp:2"), *([cell("vit", "ddp:2")] if ALL else [])],
     "wrong step": [cell("ragged", "ddp:2", accumulate=2), cell("gpt", "fsdp:2", accumulate=2)],
     "flat index": [cell("ragged", "ddp:2"), cell("gpt", "tp:2")],
 }

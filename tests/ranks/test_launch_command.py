@@ -58,7 +58,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("options", [[], ["--fresh"]])
+@pytest.mark.parametrize("options", [[], pytest.param(["--fresh"], marks=pytest.mark.nightly)])
 def test_a_script_that_torchrun_runs(tmp_path: Path, options: list[str]) -> None:
     write(tmp_path, "word = 'hello'", "beside.py")
     start = forked.paceline if options else in_a_new_interpreter  # --fresh starts two new ones anyway
@@ -318,20 +318,15 @@ import os, pathlib, time
 pathlib.Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
 time.sleep(600)
 """
-    process = subprocess.Popen(
-        [*PACELINE, "launch", "-n", "2", write(tmp_path, script)],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
+    name = write(tmp_path, script)
+    with nodes.launchers(tmp_path) as launch:
+        launcher = launch("launch", "-n", "2", name)
         pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
         _until(lambda: all(path.exists() and path.read_text() for path in pids))
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
-        _, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
-    assert process.returncode == 130, err
-    assert err.rstrip().endswith(b"interrupted; partial results are in runs/script")
-    assert b"Traceback" not in err and b"death signal" not in err
+        os.killpg(launcher.pid, signal.SIGINT)  # what a terminal's Ctrl-C does
+        assert launcher.end() == 130, launcher.said
+    assert launcher.said.rstrip().endswith("interrupted; partial results are in runs/script")
+    assert "Traceback" not in launcher.said and "death signal" not in launcher.said
     for path in pids:
         assert not Path(f"/proc/{path.read_text()}").exists()
 
@@ -395,7 +390,7 @@ def test_config_show_and_schema(tmp_path: Path) -> None:
     assert yaml.safe_load(shown.stdout)["batch"] == 64
     assert "override batch=64" in shown.stdout
     assert "batch 64 / (8 per rank × 4 data ranks), rounded up" in shown.stdout
-    schema = json.loads(in_a_new_interpreter("config", "schema", cwd=tmp_path).stdout)
+    schema = json.loads(forked.paceline("config", "schema", cwd=tmp_path).stdout)
     assert "samples per optimizer step" in schema["properties"]["batch"]["description"]
 
 
@@ -503,13 +498,14 @@ os.rename(f"pid-{os.environ['RANK']}.partial", f"pid-{os.environ['RANK']}")
 time.sleep(600)
 """
     for options in ([], ["--fresh"])[: sample(1, 2)]:
-        command = [*PACELINE, "launch", "-n", "2", *options, write(tmp_path, script)]
-        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as launcher:
+        name = write(tmp_path, script)
+        with nodes.launchers(tmp_path) as launch:
+            launcher = launch("launch", "-n", "2", *options, name)
             paths = [tmp_path / "pid-0", tmp_path / "pid-1"]
             _until(lambda paths=paths: all(path.exists() for path in paths))
-            launcher.kill()
-        pids = [int(path.read_text()) for path in paths]
-        _until(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
+            launcher.send(signal.SIGKILL)
+            pids = [int(path.read_text()) for path in paths]
+            _until(lambda pids=pids: not any(psutil.pid_exists(pid) for pid in pids))
         for path in paths:
             path.unlink()
 

@@ -133,7 +133,7 @@ def half_precision(precision: str) -> list[float]:
     return list(paceline.Trainer.from_config(paceline.Config.from_dict(recipe)).train().losses)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.nightly), "fp16"])
 def test_half_precision_agrees_within_its_rounding(precision: str) -> None:
     one, two = (launch(half_precision, ranks=ranks, precision=precision) for ranks in (1, 2))
     assert two == pytest.approx(one, rel=5e-3) and two != one

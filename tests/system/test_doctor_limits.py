@@ -32,7 +32,7 @@ for mount in json.loads(sys.argv[1]):
 for folder in json.loads(sys.argv[2]):
     Path(folder, "cgroup.procs").write_text(str(os.getpid()))
 os.environ.pop("OMP_NUM_THREADS", None)
-found = limits.check(2) if sys.argv[3] == "limits" else storage.check(Path(sys.argv[3]))
+found = limits.judge(limits.read(), 2) if sys.argv[3] == "limits" else storage.check(Path(sys.argv[3]))
 print(json.dumps([vars(each) for each in found]))
 """
 

@@ -139,7 +139,8 @@ _TRACEBACK = "Traceback (most recent call last):\n"
 def classify(text: str, code: str) -> Signature | None:
     """The known signature of a failure, or None. In a chain of exceptions the first counts. `code` is the code of a
     paceline error, or empty."""
-    text = _without_source(_CHAIN.split(text)[0])
+    # Without the source lines that a traceback quotes: only the error's own text counts.
+    text = "\n".join(line for line in _CHAIN.split(text)[0].splitlines() if not line.startswith("    "))
     if code in _VERSION_CODES:
         return "version-mismatch"
     if code.endswith(".port-in-use") or _PATTERNS["port-in-use"].search(text):
@@ -153,11 +154,6 @@ def classify(text: str, code: str) -> Signature | None:
     if _PATTERNS["lost-connection"].search(text):
         return "lost-connection"
     return None
-
-
-def _without_source(text: str) -> str:
-    """A traceback without the source lines it quotes: only the error's own text counts."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
 
 
 def blamed_rank(text: str) -> int | None:

@@ -31,6 +31,7 @@ class LossModule(nn.Module):
     model is a submodule, so its parameter names get no prefixes.
     """
 
+    result_of: Any = None  # of a pipeline: the result of a call for outputs that are known
     can_repeat = True  # whether a rank may run a forward once more than the others
 
     def __init__(

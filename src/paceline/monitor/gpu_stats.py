@@ -3,16 +3,16 @@
     {"utilization": 0.97, "memory": …, "temperature": 64, "clock": 1755, "max_clock": 1980, "power": 612.0,
      "throttled": ["power cap"], "ecc_errors": 0}
 
-NVML belongs to the driver, so it is called directly. What a container, MIG or a driver does not provide is absent.
+What a container, MIG or a driver does not provide is absent.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from ctypes import byref, c_uint, c_ulonglong, c_void_p
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -22,73 +22,59 @@ WINDOW = 60  # samples: a GPU is idle if it was for so long
 THROTTLED = 5  # samples of a window, at least: a change of clocks looks like a slowdown for a moment
 NUMBERS = 4  # that a rank sends
 _IDLE = 0.1  # mean utilization
-_SM_CLOCK, _UNCORRECTED, _SINCE_BOOT = 1, 1, 0
 # Other reasons are normal: no work (1), clocks set by an administrator (2), other GPUs (16), a display (256).
 _REASONS = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
 _HOT, _BRAKED, _ECC, _IDLES = 1, 2, 4, 8  # flags that ranks send
 
 
-class _Utilization(ctypes.Structure):
-    _fields_ = (("gpu", c_uint), ("memory", c_uint))
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = (("total", c_ulonglong), ("free", c_ulonglong), ("used", c_ulonglong))
-
-
-_QUESTIONS: dict[str, tuple[Any, ...]] = {  # name → function, its result and its arguments
-    "utilization": ("nvmlDeviceGetUtilizationRates", _Utilization),
-    "memory": ("nvmlDeviceGetMemoryInfo", _Memory),
-    "temperature": ("nvmlDeviceGetTemperature", c_uint, 0),
-    "clock": ("nvmlDeviceGetClockInfo", c_uint, _SM_CLOCK),
-    "max_clock": ("nvmlDeviceGetMaxClockInfo", c_uint, _SM_CLOCK),
-    "power": ("nvmlDeviceGetPowerUsage", c_uint),
-    "throttled": ("nvmlDeviceGetCurrentClocksThrottleReasons", c_ulonglong),
-    "ecc_errors": ("nvmlDeviceGetTotalEccErrors", c_ulonglong, _UNCORRECTED, _SINCE_BOOT),
+_READ: dict[str, Callable[[Any, Any], Any]] = {  # each with pynvml and the handle of a GPU
+    "utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "memory": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "temperature": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "clock": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "max_clock": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "power": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "throttled": lambda nvml, gpu: _reasons_in(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)),
+    "ecc_errors": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    ),
 }
-_READ: dict[str, Callable[[Any], Any]] = {  # others as they are
-    "utilization": lambda rates: rates.gpu / 100,
-    "memory": lambda memory: memory.used,
-    "power": lambda milliwatts: milliwatts.value / 1000,
-    "throttled": lambda bits: sorted({name for bit, name in _REASONS.items() if bits.value & bit}),
-}
+
+
+def _reasons_in(bits: int) -> list[str]:
+    return sorted({name for bit, name in _REASONS.items() if bits & bit})
 
 
 class Nvml:
     """One GPU."""
 
-    def __init__(self, library: Any, handle: Any) -> None:
-        self._library, self._handle = library, handle
+    def __init__(self, nvml: Any, gpu: Any) -> None:
+        self._nvml, self._gpu = nvml, gpu
 
     @classmethod
     def open(cls, device: torch.device) -> Nvml | None:
         """None: there is no NVML, or it does not know the device."""
         try:
-            library = ctypes.CDLL("libnvidia-ml.so.1")
-            if library.nvmlInit_v2():
-                return None
-            facts: Any = torch.cuda.get_device_properties(device)
+            nvml = import_module("pynvml")  # of nvidia-ml-py
+        except ImportError:
+            return None
+        facts: Any = torch.cuda.get_device_properties(device)
+        bus = f"{facts.pci_domain_id:08x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+        with suppress(nvml.NVMLError):
+            nvml.nvmlInit()
             # Not by number: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER do not change those of NVML.
-            handle = c_void_p()
-            if not library.nvmlDeviceGetHandleByUUID(f"GPU-{facts.uuid}".encode(), byref(handle)):
-                return cls(library, handle)
+            with suppress(nvml.NVMLError):
+                return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{facts.uuid}"))
             # The UUID of a MIG device is not that of its GPU.
-            bus = f"{facts.pci_domain_id:08x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-            if not library.nvmlDeviceGetHandleByPciBusId_v2(bus.encode(), byref(handle)):
-                return cls(library, handle)
-        except (OSError, AttributeError, RuntimeError):
-            pass
+            return cls(nvml, nvml.nvmlDeviceGetHandleByPciBusId(bus))
         return None
 
     def sample(self) -> dict[str, Any]:
-        answers = {name: self._ask(*question) for name, question in _QUESTIONS.items()}
-        known = {name: answer for name, answer in answers.items() if answer is not None}
-        return {name: _READ[name](answer) if name in _READ else answer.value for name, answer in known.items()}
-
-    def _ask(self, function: str, kind: type[Any], *arguments: int) -> Any:
-        """A result of this kind, or None if NVML can't tell."""
-        call, result = getattr(self._library, function, None), kind()
-        return result if call is not None and not call(self._handle, *map(c_uint, arguments), byref(result)) else None
+        found = {}
+        for name, read in _READ.items():
+            with suppress(self._nvml.NVMLError):
+                found[name] = read(self._nvml, self._gpu)
+        return found
 
 
 class GpuStats:

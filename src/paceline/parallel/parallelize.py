@@ -22,14 +22,24 @@ from paceline.parallel.fsdp import apply_fsdp
 from paceline.parallel.meta_init import apply_materialize
 from paceline.parallel.model_parts import Apply, ModelParts, PassContext
 from paceline.parallel.optimizer_binding import names_of
-from paceline.parallel.pipeline.pipeline_loss import apply_tied_parameters, build_pipeline
-from paceline.parallel.pipeline.stage_partition import apply_pipeline
 from paceline.parallel.recompute import apply_recompute, recompute
 from paceline.parallel.split import MultiContext, apply_microbatches, apply_split
 from paceline.parallel.sync_batchnorm import apply_sync_batchnorm
 from paceline.parallel.tensor.apply import apply_tensor
 from paceline.parallel.weight_passes import apply_broadcast, apply_channels_last, apply_placement, apply_precision
 from paceline.plan.passes import passes_for
+
+
+def _pipeline(parts: ModelParts, context: PassContext) -> str | None:
+    from paceline.parallel.pipeline.stage_partition import apply_pipeline  # few runs need it
+
+    return apply_pipeline(parts, context)
+
+
+def _tied_parameters(parts: ModelParts, context: PassContext) -> None:
+    assert parts.runner is not None
+    parts.runner.broadcast_tied(parts.model.get_parameter)
+
 
 # The passes of `plan/passes.py`, by name.
 APPLY: Mapping[str, Apply] = {
@@ -38,7 +48,7 @@ APPLY: Mapping[str, Apply] = {
     "split": apply_split,
     "broadcast": apply_broadcast,
     "channels_last": apply_channels_last,
-    "pipeline": apply_pipeline,
+    "pipeline": _pipeline,
     "sync_batchnorm": apply_sync_batchnorm,
     "tensor": apply_tensor,
     "recompute": apply_recompute,
@@ -48,7 +58,7 @@ APPLY: Mapping[str, Apply] = {
     "data_parallel": apply_data_parallel,
     "microbatches": apply_microbatches,
     "materialize": apply_materialize,
-    "tied_parameters": apply_tied_parameters,
+    "tied_parameters": _tied_parameters,
 }
 
 
@@ -78,6 +88,8 @@ def _build_loss_module(parts: ModelParts, context: PassContext) -> LossModule:
     contexts = [made for make in parts.forward_contexts if (made := make()) is not None]
     around = MultiContext(contexts) if len(contexts) > 1 else next(iter(contexts), None)
     if context.partition is not None:
+        from paceline.parallel.pipeline.pipeline_loss import build_pipeline
+
         return build_pipeline(parts, context.partition, context, around)
     return LossModule(parts.model, around, context.stateful_loss)
 

@@ -201,9 +201,10 @@ class RecordStream:
 
     def __iter__(self) -> Iterator[list[Record]]:
         with os.fdopen(regular_files.open_descriptor(self._path), "rb") as file:
-            self.size = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            self.size = found.st_size
             if self._file is None:
-                self._file = _identity(file.fileno())
+                self._file = found.st_dev, found.st_ino
                 self.offset = self.skipped_bytes = max(0, self.size - self._last_bytes)
                 self._is_partial = self.skipped_bytes > 0
             file.seek(self.offset)
@@ -228,17 +229,17 @@ class RecordStream:
 
     def _parsed(self, lines: list[bytes]) -> list[Record]:
         lines = [line for line in lines if line.strip()]
-        found = _parse(b"[" + b",".join(lines) + b"]")
-        if not isinstance(found, list) or len(found) != len(lines):  # one of them is not JSON
-            found = [_parse(line) for line in lines]
-        records = [record for record in found if type(record) is dict]
+        records = parse_lines(lines)
         self.unreadable += len(lines) - len(records)
         return records
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+def parse_lines(lines: list[bytes]) -> list[Record]:
+    """The records in lines that are not empty; what is not a record is left out."""
+    found = _parse(b"[" + b",".join(lines) + b"]")
+    if not isinstance(found, list) or len(found) != len(lines):  # one of them is not JSON
+        found = [_parse(line) for line in lines]
+    return [record for record in found if type(record) is dict]
 
 
 def _parse(text: bytes) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,7 @@ _TRIALS = "trials"
 class StudyFolder:
     path: Path
 
-    settings = FolderFile(
-        "sweep.json"
-    )  # what the study searches. It is written last, so a folder that has it is a study
+    settings = FolderFile("sweep.json")  # what it searches; written last, so a folder that has it is a study
     database = FolderFile("study.db")
     journal = FolderFile("study.journal")
     best_recipe = FolderFile("best.yaml")
@@ -77,7 +74,7 @@ def values(trial: RunFolder, metric: str, *, has_ended: bool = True) -> list[tup
     evaluated: dict[int, float] = {}
     stepped: dict[int, float] = {}
     with suppress(OSError):
-        for record in _records(trial):
+        for record in jsonl.read(trial.metrics):
             step = record.get("step")
             if isinstance(step, int) and metric in record:
                 value = record[metric]
@@ -89,12 +86,9 @@ def values(trial: RunFolder, metric: str, *, has_ended: bool = True) -> list[tup
 def steps_of(trial: RunFolder) -> int:
     """How many optimizer steps a trial has taken."""
     with suppress(OSError):
-        return max((step for record in _records(trial) if isinstance(step := record.get("step"), int)), default=0)
+        steps = (record.get("step") for record in jsonl.read(trial.metrics))
+        return max((step for step in steps if isinstance(step, int)), default=0)
     return 0
-
-
-def _records(trial: RunFolder) -> Iterator[dict[str, Any]]:
-    return jsonl.read(trial.metrics)
 
 
 def completed_launches(trial: RunFolder) -> int:

@@ -184,8 +184,11 @@ def read_allocation(environment: Mapping[str, str]) -> SlurmAllocation | None:
 
 def expand(text: str) -> list[str]:
     """The host names in a list, in order."""
-    names: list[str] = []
-    for item in _items(text):
+    text, names = text.strip(), list[str]()
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise _invalid(text, "unexpected comma or bracket")
+    for item in items:
         names += _expand_item(item, text)
         _check_size(len(names), text)
     return names
@@ -202,15 +205,6 @@ def expand_counts(text: str) -> list[int]:
         _check_size(len(counts) + times, text)
         counts += [int(found[1])] * times
     return counts
-
-
-def _items(text: str) -> list[str]:
-    """Split the text at commas outside of brackets."""
-    text = text.strip()
-    items = _ITEM.findall(text)
-    if not items or ",".join(items) != text:
-        raise _invalid(text, "unexpected comma or bracket")
-    return items
 
 
 def _expand_item(item: str, text: str) -> list[str]:

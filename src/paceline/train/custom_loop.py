@@ -220,8 +220,8 @@ class CustomLoop:
                 )
                 counted = known
         own = self._current is None and isinstance(self.engine.parts.forward, DynamicDDP)
-        if own and self.engine.comm_hook is not None:
-            raise loss_module.hook_error(self.engine.comm_hook.name)
+        if own and self.engine.reduction.hook is not None:
+            raise loss_module.hook_error(self.engine.reduction.hook.name)
         if self._added is not None and own is not self._own:
             raise loss_module.mixed_error()
         self._own, self._current, self._added, self._synced = own, None, micro, own or self._syncing

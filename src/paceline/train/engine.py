@@ -18,8 +18,6 @@ from paceline.models.model_call import infer_call
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.model_parts import PassContext
 from paceline.parallel.parallelize import change_recompute, parallelize
-from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
-from paceline.parallel.pipeline.stage_partition import StagePartition
 from paceline.plan.layout import AXIS_NAMES
 from paceline.plan.network_model import Traffic
 from paceline.plan.passes import require_allowed, uses_local_steps
@@ -27,7 +25,7 @@ from paceline.precision import policies
 from paceline.precision.policies import Scaler
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
-from paceline.train import recipe_objects, sync_setup
+from paceline.train import recipe_objects
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.checks import foreign_steps, preflight, unsupported, wrapped_model
 from paceline.train.checks.collective_order import check_order
@@ -35,13 +33,13 @@ from paceline.train.checks.layout_checks import check_layout
 from paceline.train.checks.run_setup import RunSetup
 from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.features import ema, gradient_hooks, local_steps, nonfinite, table
+from paceline.train.features.compress import choose_reduction
 from paceline.train.features.context import FeatureContext
 from paceline.train.features.schedule import LearningRate
 from paceline.train.held_params import bind_optimizer, optimizer_of_stages
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights
 from paceline.train.optimizer_update import OptimizerUpdate
-from paceline.train.pipeline_step import PipelineStep
 from paceline.train.random_numbers import noise_context, seed_generators
 from paceline.train.sliced_step import SlicedStep, refuse_forward
 from paceline.train.telemetry import join
@@ -60,8 +58,8 @@ class Engine:
         self.task = task
         self.world, self.telemetry, self.log = join(config, task.notes, device)
         self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)
-        self.config, self.comm_hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
-        self.layout, partition = check_layout(config, self.model, task, self.comm_hook, self.world, self.log)
+        self.config, hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
+        self.layout, partition = check_layout(config, self.model, task, hook, self.world, self.log)
         recipe_objects.set_torch_flags(config, self.world.device)
         self.mesh = Mesh.build(
             self.layout.degrees,
@@ -74,10 +72,9 @@ class Engine:
             named = [*self.model.named_parameters(), *parameters_of_loss(task.stateful_loss)]
             unsupported.check_parameters(named, task.optimizer, self.log)
         self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
-        self.compression = sync_setup.compression_for(config, self.layout.degrees, self.traffic, self.log)
-        if self.compression is not None:
-            self.comm_hook = sync_setup.hook_for(self.compression, config)
-        self._compose(partition)
+        self.reduction = choose_reduction(config, self.world, self.traffic, hook, self.log)
+        hook = self.reduction.hook
+        self._compose(PassContext(config, self.mesh, self.log, task.stateful_loss, partition, hook, self.traffic))
         self._build_step()
         setup = (self.model, self.bound.optimizer, task.scheduler, task.loss_fn or task.criterion)
         self.setup = RunSetup(*setup, owns_optimizer=not self.bound.is_users)
@@ -85,28 +82,20 @@ class Engine:
         self.position = TrainProgress()
         self.checked = False
 
-    def _compose(self, partition: StagePartition | None) -> None:
+    def _compose(self, context: PassContext) -> None:
         """Run the passes of the layout on the model and on the module that computes its loss."""
         config, task = self.config, self.task
         if isinstance(task.criterion, nn.Module):
             policies.prepare_model(task.criterion, config.precision)
             task.criterion.to(self.world.device)
         given = task.optimizer or optimizer_of_stages(config, self.model, self.mesh.degrees)
-        context = PassContext(config, self.mesh, self.log, task.stateful_loss, partition, self.comm_hook, self.traffic)
         self.parts = parallelize(self.model, context)
         self.module = self.parts.module
-        if self.compression is not None:
-            sync_setup.begin(self.compression, self.module, config, self.log)
+        self.reduction.begin(self.module, config, self.log)
         check_order(self.module, self.mesh, config)
         is_users = task.optimizer is not None
         self.bound = bind_optimizer(self.parts, given, config, self.mesh, self.log, is_users=is_users)
         self._build_scaler()
-
-    @property
-    def ranks_have_state(self) -> bool:
-        """Whether what reduces the gradients has a state of its own on each rank."""
-        hook = self.comm_hook if self.world.size > 1 else None
-        return hook is not None and (self.compression is not None or wrapped_model.is_saved(hook))
 
     def seed_drawing(self, step: int) -> None:
         seed_generators(self.config, self.model, self.mesh, step)
@@ -126,8 +115,7 @@ class Engine:
             if self.bound.held is None
             else partial(collectives.all_reduce, op="max", group=self.mesh.step_group),
         )
-        if self.compression is not None and self.scaler.is_enabled():
-            self.compression.scale = self.scaler.current
+        self.reduction.follow(self.scaler)
 
     def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
         """Called before the first batch after DDP was rebuilt for other parameters."""
@@ -166,13 +154,14 @@ class Engine:
 
     def _choose_step(self) -> TrainStep:
         config, forward = self.config, self.parts.forward
-        pipeline = self.module if isinstance(self.module, PipelineLossModule) else None
         shared: dict[str, Any] = {"scaler": self.scaler, "local_steps": self.local_steps, "traffic": self.traffic}
-        shared |= {"finds_total": config.fixed_order, "splits": pipeline is not None}
+        shared |= {"finds_total": config.fixed_order, "splits": self.parts.runner is not None}
         weights = LossWeights(self.module, self.mesh, self.hooks, forward, **shared)
         parts = self.parts, weights, self.draw, self.hooks
-        if pipeline is not None:
-            return PipelineStep(config.pipeline, self.log.info, self.scaler, pipeline, *parts)
+        if self.parts.runner is not None:
+            from paceline.train.pipeline_step import PipelineStep  # few runs need it
+
+            return PipelineStep(config.pipeline, self.log.info, self.scaler, self.module, *parts)
         return SlicedStep(self.mesh, self.module, *parts) if config.fixed_order else TrainStep(self.module, *parts)
 
     def _build_updater(self) -> None:

@@ -33,7 +33,6 @@ from paceline.models.metrics import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.optim.schedules import Best
 from paceline.parallel.fsdp import reshard_all
-from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.run.history import Record
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
@@ -170,7 +169,7 @@ def _run(module: LossModule, batch: Any, *, want_outputs: bool) -> tuple[Any, An
     """Return the result that contains the loss and, for metrics, the outputs; from one forward if possible."""
     call = module.call
     assert call is not None
-    if isinstance(module, PipelineLossModule):  # both are None on ranks without the last stage
+    if module.result_of is not None:  # both are None on ranks without the last stage
         outputs = module(batch, _without_targets)
         return None if outputs is None else module.result_of(outputs, batch, call.loss), outputs
     if want_outputs and call.criterion is not None:

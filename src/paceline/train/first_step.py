@@ -35,7 +35,6 @@ from paceline.train.engine import Engine
 from paceline.train.evaluate import run_loss
 from paceline.train.features.gradient_hooks import BackwardInspector
 from paceline.train.features.local_steps import replicas_differ
-from paceline.train.pipeline_step import PipelineStep
 from paceline.train.recorder import Recorder
 from paceline.train.train_step import TrainStep
 
@@ -197,7 +196,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
             allow_unused=config.unused_parameters == "allow",
             compiled=bool(config.compile),
             same_weights=not replicas_differ(engine.local_steps),
-            run_zero_weight=stepper.run_zero_weight if isinstance(stepper, PipelineStep) else None,
+            run_zero_weight=stepper.run_zero_weight,
         )
     engine.checked = True
     per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
@@ -225,7 +224,7 @@ def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per
     if not hooks and not any(names for _, names in found):
         return False
     stepper = engine.stepper
-    if type(stepper) is TrainStep and engine.mesh.local_replicas == 1 and engine.comm_hook is None:
+    if type(stepper) is TrainStep and engine.mesh.local_replicas == 1 and engine.reduction.hook is None:
         stepper.weights.start_from_global_mean(weight_per_sample)
         return True
     if hooks:

@@ -20,6 +20,7 @@ from paceline.data.batches import rows_of
 from paceline.data.loader import MicroBatch
 from paceline.errors import LayoutError
 from paceline.models.divisor import Divisor
+from paceline.models.loss_module import LossModule
 from paceline.models.model_call import read_loss
 from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.plan.partition import choose_microbatches
@@ -34,8 +35,9 @@ class PipelineStep(TrainStep):
     """A TrainStep that splits its micro-batches further and runs them through the stages by a schedule."""
 
     def __init__(
-        self, settings: Settings, log: Callable[[str], None], scaler: Scaler, module: PipelineLossModule, *parts: Any
+        self, settings: Settings, log: Callable[[str], None], scaler: Scaler, module: LossModule, *parts: Any
     ) -> None:
+        assert isinstance(module, PipelineLossModule)
         super().__init__(module, *parts)
         self._loss_module, self._pipeline, self._settings, self._log = module, module.pipeline, settings, log
         self._device = next(module.parameters()).device

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from paceline.train.callbacks import Callbacks
 from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.throughput import Throughput
 
+Sums = Mapping[str, Sequence[float]]  # over all ranks, of what the parts of a log point measure
 _MEMORY_INTERVAL = 0.5  # seconds between reads of process memory, each of which costs as much as a record
 
 # A finished step whose values are still on the device: (step, epoch, learning rate, samples over all ranks, parts,
@@ -142,12 +143,12 @@ class Recorder:
         began = time.perf_counter()
         values = [*_numbers(pending, self._device), float(len(self._logged)), float(self.stop_requested)]
         own = self._interval(began, count)
-        rates = [] if self._rates is None else self._rates.own(own)
-        values += rates
+        measured = {} if self._rates is None else self._rates.own(own)
+        if replicas is not None:
+            measured["replicas"] = replicas.shares(digest)
+        values += chain.from_iterable(measured.values())
         losses = values[:count]
         if self._ranks > 1:
-            if replicas is not None:
-                values += replicas.shares(digest)
             numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
             collectives.all_reduce(numbers)
             if self._traffic is not None:
@@ -158,10 +159,11 @@ class Recorder:
         self._logged = {}
         records = _records(pending, values, self._ranks)
         records[-1].update(extras)
-        after = 4 * count + 2 + len(rates)
-        self._write(records, own, sum([entry[3] for entry in pending]), extras, values[4 * count + 2 : after])
+        rest = iter(values[4 * count + 2 :])
+        sums = {name: list(islice(rest, len(numbers))) for name, numbers in measured.items()}
+        self._write(records, own, sum([entry[3] for entry in pending]), extras, sums)
         if replicas is not None:
-            replicas.finish(values[after:], pending[-1][0], finite=math.isfinite(sum(values)))
+            replicas.finish(sums["replicas"], pending[-1][0], finite=math.isfinite(sum(values)))
         bad = self._first_bad(records, values)
         seen_here = bad is not None and not math.isfinite(losses[records.index(bad)])
         return Flushed(records, bool(values[4 * count + 1]), bad, seen_here)
@@ -196,7 +198,7 @@ class Recorder:
         return Interval(now - self._since, steps, self.waited, 0.0 if self._device.type == "cpu" else now - began)
 
     def _write(
-        self, records: list[Record], own: Interval, samples: int, extras: Mapping[str, float], sums: Sequence[float]
+        self, records: list[Record], own: Interval, samples: int, extras: Mapping[str, float], sums: Sums
     ) -> None:
         now = time.perf_counter()
         rate = samples / (now - self._since)

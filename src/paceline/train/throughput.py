@@ -1,9 +1,9 @@
 """How fast training is: FLOP/s, MFU, and the share of the time that it waits for data; and with `sync`, how much it
 sends. Written at log points.
 
-Each rank adds its numbers to the reduction of the log point: its FLOPs and the bytes that it sent, which are added up
-over ranks; and how long it waited for data, in a place of its own, because the slowest rank determines the speed of
-all; and what it did by itself in its last steps, to find stragglers.
+Each rank adds its numbers to the reduction of the log point, by name: its FLOPs and the bytes that it sent, which are
+added up over ranks; and how long it waited for data, in a place of its own, because the slowest rank determines the
+speed of all; and what it did by itself in its last steps, to find stragglers.
 
 The FLOPs that a rank computes per sample are counted once per call of `train()`. An eager model is counted while it
 runs its second micro-batch, for the price of some Python calls. The first one shows whether it is compiled:
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ from paceline.models.loss_module import LossModule
 from paceline.monitor import gpu_stats
 from paceline.monitor.flops import FlopCount, count_on_fakes, peak_flops
 from paceline.monitor.gpu_stats import GpuMonitor, GpuStats, Nvml
-from paceline.monitor.stragglers import NUMBERS, BusyTime, Stragglers
+from paceline.monitor.stragglers import BusyTime, Stragglers
 from paceline.plan.network_model import COUNTED, Traffic
 from paceline.plan.slow_input import InputMonitor, InputSource, Interval, ReadTime
 from paceline.runtime import collectives
@@ -42,8 +42,6 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.train.checks import snapshot
 from paceline.train.hooks import Hooks, HookTable
-
-_WAITS = 3  # numbers about waiting: the share of time, the time that reading takes, and that of new workers
 
 _log = logging.getLogger(__name__)
 
@@ -188,48 +186,52 @@ class Throughput:
         if self._gpu is not None and source is not None:
             self._gpu.start()
 
-    def own(self, interval: Interval) -> list[float]:
-        """This rank's numbers in a sum over all ranks."""
-        known, waits = self._flops.per_sample is not None, [0.0] * (_WAITS * self._ranks)
+    def own(self, interval: Interval) -> dict[str, list[float]]:
+        """This rank's numbers in a sum over all ranks, by what they are about."""
+        waits = [0.0, 0.0, 0.0]  # the share of time, the time that reading takes, and that of new workers
         if self._reading is not None:
             starting = self._reading[0].starting()
             waited = max(0.0, interval.waited - starting)
             rest = replace(interval, seconds=max(0.0, interval.seconds - starting), waited=waited)
-            waits[self._rank :: self._ranks] = [interval.data_wait, self._reading[0](rest), starting]
-        times = [0.0] * NUMBERS if self.own_time is None else self.own_time.numbers()
-        gpu = [0.0] * gpu_stats.NUMBERS if self._gpu is None else self._gpu.numbers()
-        gpus = [] if self._gpus is None else self._in_own_place(gpu)
-        sent = [] if self.traffic is None else self.traffic.take()
-        return [self._flops.per_sample or 0.0, float(known), *waits, *self._in_own_place(times), *gpus, *sent]
+            waits = [interval.data_wait, self._reading[0](rest), starting]
+        flops = [self._flops.per_sample or 0.0, float(self._flops.per_sample is not None)]
+        found = {"flops": flops, "waits": self._in_own_place(waits)}
+        if self.own_time is not None:
+            found["times"] = self._in_own_place(self.own_time.numbers())
+        if self._gpus is not None:
+            own = [0.0] * gpu_stats.NUMBERS if self._gpu is None else self._gpu.numbers()
+            found["gpus"] = self._in_own_place(own)
+        if self.traffic is not None:
+            found["sent"] = self.traffic.take()
+        return found
 
     def _in_own_place(self, numbers: list[float]) -> list[float]:
         before, after = self._rank, self._ranks - self._rank - 1
         return [*[0.0] * (before * len(numbers)), *numbers, *[0.0] * (after * len(numbers))]
 
     def combine(
-        self, sums: Sequence[float], samples_per_second: float, interval: Interval, step: int
+        self, sums: Mapping[str, Sequence[float]], samples_per_second: float, interval: Interval, step: int
     ) -> dict[str, float]:
         """The values of the log point after `step`, from the sums over all ranks."""
         values = {}
         if self._reading is not None:
-            waits = sums[2 : 2 + self._ranks]
-            slowest = max(range(self._ranks), key=waits.__getitem__)
-            values["data_wait"] = round(waits[slowest], 4)
-            read, starting = (sums[2 + number * self._ranks + slowest] for number in (1, 2))
-            said = self._reading[1].add(interval.seconds, interval.steps, waits[slowest], read, starting)
+            waits = sums["waits"]
+            slowest = max(range(0, len(waits), 3), key=waits.__getitem__)
+            waited, read, starting = waits[slowest : slowest + 3]
+            values["data_wait"] = round(waited, 4)
+            said = self._reading[1].add(interval.seconds, interval.steps, waited, read, starting)
             if said is not None:
                 self._warn(said)
         if self.stragglers is not None:
-            times = sums[2 + _WAITS * self._ranks : 2 + (_WAITS + NUMBERS) * self._ranks]
-            self.stragglers.log_point(times, step, interval.steps, interval.seconds)
+            self.stragglers.log_point(sums["times"], step, interval.steps, interval.seconds)
             values |= self.stragglers.values()
         if self._gpus is not None:
-            first = 2 + (_WAITS + NUMBERS) * self._ranks
-            self._gpus.log_point(sums[first : first + gpu_stats.NUMBERS * self._ranks])
+            self._gpus.log_point(sums["gpus"])
         if self.loss_scale is not None:
             values["loss_scale"] = float(self.loss_scale())
-        if sums[1] == self._ranks:
-            each = sums[0] / self._mesh.data_ranks * samples_per_second / self._ranks
+        flops, known = sums["flops"]
+        if known == self._ranks:
+            each = flops / self._mesh.data_ranks * samples_per_second / self._ranks
             values["tflops_per_device"] = float(f"{each / 1e12:.4g}")
             if self._flops.peak is not None:
                 values["mfu"] = round(each / self._flops.peak, 4)
@@ -250,10 +252,10 @@ class Throughput:
         if self._gpu is not None:
             self._gpu.stop()
 
-    def sent(self, sums: Sequence[float], steps: int) -> dict[str, float]:
+    def sent(self, sums: Mapping[str, Sequence[float]], steps: int) -> dict[str, float]:
         """MB (10⁶ bytes) that a rank sent in a step, on average, and by collective; from the sums over all ranks."""
         if self.traffic is None:
             return {}
-        each = [number / self._ranks / steps / 1e6 for number in sums[-len(COUNTED) :]]
+        each = [number / self._ranks / steps / 1e6 for number in sums["sent"]]
         by_collective = {f"sent_mb/{name}": number for name, number in zip(COUNTED, each, strict=True) if number}
         return {name: float(f"{number:.4g}") for name, number in {"sent_mb": sum(each), **by_collective}.items()}

@@ -20,6 +20,8 @@ from paceline.train.loss_weights import LossWeights, Weight
 class TrainStep:
     """Runs the micro-batches of a step. `weights` keeps their losses."""
 
+    run_zero_weight: Any = None  # of a pipeline: its pre-flight
+
     def __init__(
         self, module: LossModule, parts: ModelParts, weights: LossWeights, draw: NoiseContext, hooks: HookTable
     ) -> None:

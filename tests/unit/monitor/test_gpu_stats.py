@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,17 @@ import paceline
 from paceline.monitor import gpu_stats
 from paceline.monitor.gpu_stats import NUMBERS, THROTTLED, WINDOW, GpuMonitor, GpuStats, Nvml
 
-_UNSUPPORTED = 3
+INIT, BY_UUID, ON_BUS = "nvmlInit", "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByPciBusId"
+
+
+class NVMLError(Exception):
+    pass
 
 
 class Library:
-    """NVML of one GPU. Functions that are not given do not exist."""
+    """pynvml, with one GPU. Functions that are not given are unknown to its driver."""
+
+    NVMLError = NVMLError
 
     def __init__(self, **values: int) -> None:
         self.values = {
@@ -30,18 +38,14 @@ class Library:
         }
 
     def __getattr__(self, name: str) -> Any:
-        if name not in self.values:
-            raise AttributeError(name)
+        if not name.startswith("nvml"):
+            return 0  # a constant
 
-        def call(handle: Any, *arguments: Any) -> int:
-            if self.values[name] < 0:
-                return _UNSUPPORTED
-            result = arguments[-1]._obj
-            if isinstance(result, gpu_stats._Utilization):
-                result.gpu = self.values[name]
-            else:
-                result.value = self.values[name]
-            return 0
+        def call(handle: Any, *arguments: Any) -> Any:
+            if self.values.get(name, -1) < 0:
+                raise NVMLError(name)
+            value = self.values[name]
+            return SimpleNamespace(gpu=value) if name == "nvmlDeviceGetUtilizationRates" else value
 
         return call
 
@@ -133,29 +137,32 @@ def test_a_gpu_without_work_before_the_first_log_point_does_not_idle() -> None:
     assert said == []
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, **results: int) -> Nvml | None:
-    """With an NVML whose functions return these codes."""
+def opened(monkeypatch: pytest.MonkeyPatch, *works: str) -> Nvml | None:
+    """With a pynvml of which only these functions do not fail."""
+
+    def function(name: str) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            if name not in works:
+                raise NVMLError(name)
+
+        return call
+
     facts = SimpleNamespace(uuid="1-2", pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    library = SimpleNamespace(**{name: lambda *_, code=code: code for name, code in results.items()})
-    monkeypatch.setattr(gpu_stats.ctypes, "CDLL", lambda name: library)
+    functions = {name: function(name) for name in (INIT, BY_UUID, ON_BUS)}
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, **functions))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     return Nvml.open(torch.device("cuda", 0))
 
 
 def test_a_device_is_found_by_its_uuid_or_on_its_bus(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_uuid, on_bus = "nvmlDeviceGetHandleByUUID", "nvmlDeviceGetHandleByPciBusId_v2"
-    assert opened(monkeypatch, nvmlInit_v2=0, **{by_uuid: 0}) is not None
-    assert opened(monkeypatch, nvmlInit_v2=0, **{by_uuid: 6, on_bus: 0}) is not None
-    assert opened(monkeypatch, nvmlInit_v2=0, **{by_uuid: 6, on_bus: 6}) is None
-    assert opened(monkeypatch, nvmlInit_v2=0) is None  # an old driver without these functions
-    assert opened(monkeypatch, nvmlInit_v2=9) is None
+    assert opened(monkeypatch, INIT, BY_UUID) is not None
+    assert opened(monkeypatch, INIT, ON_BUS) is not None
+    assert opened(monkeypatch, INIT) is None
+    assert opened(monkeypatch) is None  # no driver
 
 
 def test_there_may_be_no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(gpu_stats.ctypes, "CDLL", fails)
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert Nvml.open(torch.device("cuda", 0)) is None
 
 

@@ -203,10 +203,6 @@ def _check(request: ManifestOptions) -> None:
         _require("mount path", _MOUNT, path, "pass an absolute path without a colon")
     if any(map(_NOT_TEXT.search, request.arguments)):
         raise invalid("Invalid argument: contains NUL or is not valid UTF-8.", "pass text only")
-    _check_numbers(request)
-
-
-def _check_numbers(request: ManifestOptions) -> None:
     least = {"nodes": 1, "ranks": 1, "gpus": 0, "restarts": 0, "grace": 1}
     for what, fewest in least.items():
         if not fewest <= getattr(request, what) <= 100_000:

@@ -26,6 +26,7 @@ import re
 import secrets
 import signal
 import sys
+import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -42,26 +43,8 @@ from paceline.runtime.scheduler_env import SlurmAllocation, read_allocation
 
 PATIENCE = 15.0  # seconds in which launchers may exit by themselves
 _STEP = "--job-name="
-# Messages of srun for what usually passes: seen with SLURM 22.05, or strings of its library. srun itself waits for busy
-# nodes and for a prolog, but not for a step or a node that was lost while the step was created, nor for the controller.
-# An invalid node ("Requested node configuration is not available") and a job that has ended are not among them.
-_PASSING = (
-    "Job/step already completing or completed",  # the step was cancelled, or the last one still completes
-    "Requested nodes are busy",
-    "Requested operation is presently disabled",
-    "Required node not available",
-    "Slurm is busy, step creation delayed",
-    "Job credential (?:revoked|expired)",  # the step was cancelled before it reached the node
-    "Socket timed out on send/recv operation",
-    "Communication connection failure",
-    "Unable to contact slurm controller",
-    "in standby mode",
-    "Zero Bytes were transmitted or received",
-    "Connection (?:refused|reset by peer|timed out)",
-    "Protocol authentication error",  # munged restarts
-    "Node failure on",
-)
-_REFUSED = re.compile(rf"^srun: error: .*(?:{'|'.join(_PASSING)})", re.MULTILINE)
+_MESSAGES = tomllib.loads(Path(__file__).with_name("srun.toml").read_text(encoding="utf-8"))
+_REFUSED = re.compile(rf"^srun: error: .*(?:{'|'.join(_MESSAGES['passing'])})", re.MULTILINE)
 _TASK_KILLED = re.compile(r"^srun: error: \S+: task 0: (?:Killed|Terminated)$", re.MULTILINE)
 _TASK_EXITED = re.compile(r"^srun: error: \S+: task 0: Exited with exit code", re.MULTILINE)
 

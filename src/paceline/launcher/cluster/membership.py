@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.config.launch import NodeRange
 from paceline.diagnose.exits import RankExit
@@ -30,19 +30,12 @@ class JoinRequest:
 
     @classmethod
     def from_message(cls, message: Message) -> JoinRequest:
-        fewest, most = message["nodes"]
-        node, ranks, fingerprint = message["node"], int(message["ranks"]), message["fingerprint"]
-        if not 0 < ranks <= _MAX_RANKS:
-            raise ValueError(f"{ranks} ranks")
-        return cls(
-            host=str(message["host"])[:255],
-            ranks=ranks,
-            nodes=NodeRange(int(fewest), int(most)),
-            node=None if node is None else int(node),
-            fingerprint={
-                aspect: {name: str(value) for name, value in values.items()} for aspect, values in fingerprint.items()
-            },
-        )
+        from pydantic import TypeAdapter
+
+        request = TypeAdapter(cls).validate_python(message)
+        if not 0 < request.ranks <= _MAX_RANKS:
+            raise ValueError(f"{request.ranks} ranks")
+        return replace(request, host=request.host[:255])
 
     def to_message(self) -> Message:
         return {"kind": "join", **vars(self)}

@@ -238,8 +238,7 @@ class Node(AgentObserver):
             interface=interface,
             orphan_seconds=self._orphan_seconds,
         )
-        env = local_status.suspect(order["suspect"])
-        start = LocalStart(self._spec, self._logs, node, order["generation"], env)
+        start = LocalStart(self._spec, self._logs, node, order["generation"], order["suspect"])
         self._had_first_rank, self._was_stopped, self.others_ended = order["node"] == 0, False, False
         ledger = Ledger(self._logs.run if self._had_first_rank else None)
         facts = {key: order[key] for key in ("nodes", "generation")}

@@ -62,7 +62,9 @@ class ConnectionServer:
 
     def receive(self, timeout: float) -> Iterator[tuple[Channel, Message | ChannelClosed]]:
         """Messages that arrive within `timeout` seconds; for a connection that was closed, the reason."""
-        self._resume()
+        if self._paused_until is not None and time.monotonic() > self._paused_until:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._paused_until = None
         ready = [key.data for key, _ in self._selector.select(timeout)]
         for channel in sorted(filter(None, ready), key=lambda each: each not in self._admitted):  # nodes come first
             try:
@@ -133,8 +135,3 @@ class ConnectionServer:
                 self.drop(oldest)
                 return True
         return False
-
-    def _resume(self) -> None:
-        if self._paused_until is not None and time.monotonic() > self._paused_until:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            self._paused_until = None

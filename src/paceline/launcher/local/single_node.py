@@ -51,8 +51,7 @@ def launch_single_node(workload: Workload, spec: LaunchSpec) -> int:
 def _generations(workload: Workload, spec: LaunchSpec, ranks: int, logs: RankLogs, began: float) -> int:
     supervisor, suspect, ledger = Supervisor(spec.max_restarts, spec.on_hang), None, Ledger(logs.run)
     for generation in count(spec.prior_starts):
-        env = local_status.suspect(suspect)
-        start = LocalStart(spec, logs, NodeAssignment(ranks, world=ranks), generation, env)
+        start = LocalStart(spec, logs, NodeAssignment(ranks, world=ranks), generation, suspect)
         is_first = generation == spec.prior_starts
         facts = {"nodes": 1, "ranks": ranks, "generation": generation, "resumed": is_first and generation > 0}
         ledger.note("launched", at=began if is_first else None, **facts)

@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ class LocalStart(NamedTuple):
     logs: RankLogs
     node: NodeAssignment
     generation: int = 0  # number of earlier starts
-    env: Mapping[str, str] = {}  # additional variables of every rank
+    suspect: int | None = None  # a step whose samples ranks record
 
 
 class AgentObserver:
@@ -127,7 +127,7 @@ def rank_environment(start: LocalStart, rendezvous: Endpoint, error_folder: str)
         environment.LAUNCHED: "1",
         **start.logs.environment,
         **({environment.RUN_NAMED: "1"} if spec.is_named else {}),
-        **start.env,
+        **({} if start.suspect is None else {environment.SUSPECT_STEP: str(start.suspect)}),
         "GROUP_RANK": str(node.number),
         "GROUP_WORLD_SIZE": str(node.nodes),
         "ROLE_NAME": "rank",

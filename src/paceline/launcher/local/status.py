@@ -20,7 +20,6 @@ from paceline.launcher.workload import Workload
 from paceline.run import heartbeat, requested_report
 from paceline.run.ledger import RunEnd
 from paceline.run.user_frame import hide_library_frames
-from paceline.runtime import environment
 
 if TYPE_CHECKING:
     from paceline.launcher.local.agent import LocalResult
@@ -108,8 +107,3 @@ def show_ledger(logs: RankLogs, status: int) -> None:
 def note_failure(cause: Cause, logs: RankLogs) -> None:
     """Record the cause of a failure and the last step."""
     logs.note("failed", **_end_of(cause, logs).to_event())
-
-
-def suspect(step: int | None) -> dict[str, str]:
-    """The variable that tells ranks to record the samples of a step."""
-    return {} if step is None else {environment.SUSPECT_STEP: str(step)}

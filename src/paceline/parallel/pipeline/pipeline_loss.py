@@ -1,4 +1,4 @@
-"""The loss module of a pipeline, and the passes that run once its stages exist."""
+"""The loss module of a pipeline."""
 
 from __future__ import annotations
 
@@ -28,11 +28,6 @@ def build_pipeline(
     parts.runner = PipelineRunner(stages, partition, mesh, context.config.pipeline)
     parts.runner.note_blocks(parts.all_blocks)
     return PipelineLossModule(parts.model, around, parts.runner, partition.sequence.spec)
-
-
-def apply_tied_parameters(parts: ModelParts, context: PassContext) -> None:
-    assert parts.runner is not None
-    parts.runner.broadcast_tied(parts.model.get_parameter)
 
 
 class PipelineLossModule(LossModule):

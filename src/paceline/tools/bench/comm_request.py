@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from paceline.errors import LaunchError, did_you_mean
 from paceline.plan.network_model import COLLECTIVES
 
@@ -46,8 +48,7 @@ class CommRequest:
 
     @classmethod
     def from_text(cls, text: str) -> CommRequest:
-        values = json.loads(text)
-        return cls(**{**values, "collectives": tuple(values["collectives"]), "sizes": tuple(values["sizes"])})
+        return TypeAdapter(cls).validate_json(text)
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ import platform
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from importlib.metadata import version
@@ -31,6 +30,7 @@ from paceline.plan.network_model import EXPECTED, LinkModel, exposed_after, free
 from paceline.run import folder, regular_files
 from paceline.text import format_bytes, plural
 from paceline.tools.bench.step_report import COMMUNICATION, LOGGING, StepReport, Times, total
+from paceline.tools.watch.run_facts import read_object
 from paceline.tools.watch.sheet import ChartAxis, Part, Series, line_chart, page, paragraph, table
 
 MODES = ("strong", "weak")
@@ -227,12 +227,7 @@ def folder_of(kind: str, name: str, digest: str) -> Path:
 
 def newest(at: Path) -> dict[str, Any] | None:
     """The last result in a folder; None if there is none that can be read."""
-    for path in sorted(at.glob("*.json"), reverse=True):
-        with suppress(OSError, ValueError):
-            found = json.loads(regular_files.read_bytes(path))
-            if isinstance(found, dict):
-                return found
-    return None
+    return next(filter(None, map(read_object, sorted(at.glob("*.json"), reverse=True))), None)
 
 
 def store(at: Path, values: Mapping[str, Any]) -> Path:

@@ -253,14 +253,13 @@ def _groups(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     if len(groups) > _GROUPS:
         others = by_size[_GROUPS - 1 :]
         groups[f"{len(others)} others"] = [entry for name in others for entry in groups.pop(name)]
-    return [_group(name, groups[name]) for name in sorted(groups, key=lambda name: not name.startswith("model/"))]
-
-
-def _group(name: str, entries: list[dict[str, Any]]) -> tuple[str, ...]:
-    values = sum(prod(entry["shape"]) for entry in entries)
-    dtypes = sorted({entry["dtype"] for entry in entries})
-    size = format_bytes(sum(entry["bytes"] for entry in entries))
-    return (shorten(name, 36), str(len(entries)), f"{values:,}", shorten(", ".join(dtypes), 12), size)
+    rows = []
+    for name, entries in sorted(groups.items(), key=lambda group: not group[0].startswith("model/")):
+        values = sum(prod(entry["shape"]) for entry in entries)
+        dtypes = sorted({entry["dtype"] for entry in entries})
+        size = format_bytes(sum(entry["bytes"] for entry in entries))
+        rows.append((shorten(name, 36), str(len(entries)), f"{values:,}", shorten(", ".join(dtypes), 12), size))
+    return rows
 
 
 def _reason(error: CheckpointError) -> str:

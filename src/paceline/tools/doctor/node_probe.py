@@ -26,6 +26,8 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from paceline.config.launch import LaunchSpec
 from paceline.errors import PacelineError
 from paceline.launcher.backends.ssh import read_hosts
@@ -59,8 +61,7 @@ class ProbeRequest:
 
     @classmethod
     def from_text(cls, text: str) -> ProbeRequest:
-        values = json.loads(text)
-        return cls(**{**values, "findings": tuple(Finding(**each) for each in values["findings"])})
+        return TypeAdapter(cls).validate_json(text)
 
 
 def workload(request: ProbeRequest) -> Workload:
@@ -173,8 +174,7 @@ def _measure(board: NodeBoard, nodes: Sequence[links.NodeFacts], token: bytes) -
     board.publish("links", [asdict(link) for link in own])
     number = sum(len(peers_of(node, board.nodes)) for node in range(board.nodes))
     everything = board.gather("links", number * links.LINK_SECONDS + _SPARE_SECONDS)
-    found = [(each, each["times"]) for of_node in everything for each in of_node]
-    return [links.Link(**{**each, "times": times and links.LinkTimes(**times)}) for each, times in found]
+    return TypeAdapter(list[links.Link]).validate_python([each for of_node in everything for each in of_node])
 
 
 def _measure_link(source: int, target: int, there: links.NodeFacts, token: bytes, error: str) -> links.Link:

@@ -148,13 +148,15 @@ def judge(facts: StorageFacts) -> list[Finding]:
         what = f"{facts.folder} cannot be used: {facts.home}: {facts.error}"
         return [graded("run folder", "fail", what, home=facts.home)]
     state = "exists" if facts.home == facts.folder.absolute() else "can be created"
+    space = f"{format_bytes(facts.free)} free"
+    rename = f"failed: {facts.rename_error}" if facts.rename_error else "works"
     return [
         Finding("run folder", "ok", f"{facts.folder} {state} and is writable"),
         _judge_filesystem(facts),
-        _judge_space(facts),
+        graded("disk space", level_of(facts.free, _SPACE_FAIL, _SPACE_WARN), space, home=facts.home),
         _judge_inodes(facts),
         _judge_speed(facts),
-        _judge_rename(facts),
+        graded("rename", "fail" if facts.rename_error else "ok", f"replacing a file {rename}"),
     ]
 
 
@@ -163,11 +165,6 @@ def _judge_filesystem(facts: StorageFacts) -> Finding:
     about = next(found, "")
     what = f"{facts.folder} is on {facts.filesystem or 'an unknown filesystem'}" + (f": {about}" if about else "")
     return graded("filesystem", "ok" if about in ("", _NETWORK) else "warn", what, about)
-
-
-def _judge_space(facts: StorageFacts) -> Finding:
-    status = level_of(facts.free, _SPACE_FAIL, _SPACE_WARN)
-    return graded("disk space", status, f"{format_bytes(facts.free)} free", home=facts.home)
 
 
 def _judge_inodes(facts: StorageFacts) -> Finding:
@@ -184,11 +181,6 @@ def _judge_speed(facts: StorageFacts) -> Finding:
         return Finding("write speed", "ok", "not measured: too little space")
     what, minutes = f"{facts.speed / 1e6:.0f} MB/s, with fsync", f"{10e9 / facts.speed / 60:.0f}"
     return graded("write speed", "ok" if facts.speed >= _SLOW else "warn", what, minutes=minutes)
-
-
-def _judge_rename(facts: StorageFacts) -> Finding:
-    what = f"replacing a file {'failed: ' + facts.rename_error if facts.rename_error else 'works'}"
-    return graded("rename", "fail" if facts.rename_error else "ok", what)
 
 
 def judge_temporary(facts: TemporaryFacts) -> Finding:

@@ -45,7 +45,7 @@ class MetricSeries:
             self.steps.pop()
             self.values.pop()
         self.steps.append(step)
-        self.values.append(_number(value))
+        self.values.append(number(value))
 
     def extend(self, steps: list[int], values: list[object]) -> None:
         """`append` for many, which is much cheaper where all is in order."""
@@ -148,8 +148,10 @@ class RunMetrics:
         self.without_step += len(records) - len(usable)
         _add_steps(self, [record for record in usable if not record.get("evaluation")])
         for record in usable:
-            if record.get("evaluation"):
-                _add_evaluation(self, record["step"], record)
+            for name, value in record.items() if record.get("evaluation") else ():
+                is_known = name in self.evaluations or len(self.evaluations) < _MAX_METRICS
+                if is_known and name not in _NOT_METRICS and not isinstance(value, (str, bool, list, dict)):
+                    self.evaluations.setdefault(name, MetricSeries()).append(record["step"], value)
 
 
 def read_metrics(folder: RunFolder, last_bytes: int | None = None) -> RunMetrics:
@@ -177,15 +179,7 @@ def _add_steps(metrics: RunMetrics, records: list[Record]) -> None:
     metrics.epoch = epoch if isinstance(epoch, int) else metrics.epoch
 
 
-def _add_evaluation(metrics: RunMetrics, step: int, record: Record) -> None:
-    for name, value in record.items():
-        if name in _NOT_METRICS or isinstance(value, (str, bool, list, dict)):
-            continue
-        if name in metrics.evaluations or len(metrics.evaluations) < _MAX_METRICS:
-            metrics.evaluations.setdefault(name, MetricSeries()).append(step, value)
-
-
-def _number(value: object) -> float:
+def number(value: object) -> float:
     """nan for anything else, and for null, which writers use for nan and infinity."""
     if type(value) is float:
         return value if math.isfinite(value) else math.nan

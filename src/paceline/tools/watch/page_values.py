@@ -26,7 +26,6 @@ from paceline.run.folder import RunFolder
 from paceline.run.jsonl import Record, RecordStream
 from paceline.run.ledger import NO_WORD
 from paceline.text import parse_pairs
-from paceline.tools.watch.checkpoint_list import checked_checkpoints
 from paceline.tools.watch.live_run import LiveRun
 from paceline.tools.watch.metric_series import (
     DIGITS,
@@ -40,7 +39,14 @@ from paceline.tools.watch.metric_series import (
     thin,
 )  # fmt: skip
 from paceline.tools.watch.plain_text import clean, clean_line
-from paceline.tools.watch.run_facts import RunFacts, best_metric, file_stamp, read_object, recipe_rows
+from paceline.tools.watch.run_facts import (
+    RunFacts,
+    best_metric,
+    checked_checkpoints,
+    file_stamp,
+    read_object,
+    recipe_rows,
+)
 from paceline.tools.watch.run_screen import hang_values, hangs, launched, restarts, verdict_lines, warning_lines
 
 BUCKETS = 1500

@@ -6,8 +6,6 @@ is the mean of the records that it has. Later, only what was appended is read.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from array import array
 from bisect import bisect_left, bisect_right
@@ -20,9 +18,9 @@ from typing import Any
 
 from paceline.run import regular_files
 from paceline.run.folder import RunFolder
-from paceline.run.jsonl import Record
+from paceline.run.jsonl import Record, parse_lines
 from paceline.text import plural
-from paceline.tools.watch.metric_series import rounded
+from paceline.tools.watch.metric_series import number, rounded
 
 _MAX_RANKS = 4096
 _MAX_RECORDS = 160_000  # of all ranks: 9 MB, and half a second
@@ -76,12 +74,8 @@ class _RankFile:
 
     def _add(self, block: bytes, *, is_first: bool) -> None:
         lines = block.split(b"\n")[0 if is_first else 1 : -1]
-        try:
-            records = json.loads(b"[" + b",".join(line for line in lines if line.strip()) + b"]")
-        except (ValueError, RecursionError):
-            records = [_parsed(line) for line in lines]
-        for record in records:
-            step = record.get("step") if type(record) is dict else None
+        for record in parse_lines([line for line in lines if line.strip()]):
+            step = record.get("step")
             if type(step) is not int or not 0 <= step < 1 << 53:
                 continue
             if self.steps and self.steps[-1] >= step:  # a run that resumed from an earlier step
@@ -95,23 +89,11 @@ class _RankFile:
         self.values = array("d", (value for row in zip(*columns, strict=True) for value in row))
 
 
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _row(record: Record) -> tuple[float, ...]:
     gpu = record.get("gpu")
     utilization = gpu.get("utilization") if type(gpu) is dict else None
     own_time = record.get("own_time") or None  # zero: not known yet
-    return (_number(own_time), *(_number(record.get(name)) for name in _NAMES[1:]), _number(utilization))
-
-
-def _number(value: object) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+    return (number(own_time), *(number(record.get(name)) for name in _NAMES[1:]), number(utilization))
 
 
 class RankStatistics:

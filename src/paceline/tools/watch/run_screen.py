@@ -13,10 +13,9 @@ from paceline.run import failures
 from paceline.run.folder import short
 from paceline.run.ledger import NO_WORD, RunEnd, last_start
 from paceline.text import columns, format_bytes, format_duration, format_rate, numbered, plural, sparkline
-from paceline.tools.watch.checkpoint_list import saved_checkpoints
 from paceline.tools.watch.metric_series import ANY_METRIC, Metric, MetricSeries, finite
 from paceline.tools.watch.plain_text import clean, clean_lines, number_text
-from paceline.tools.watch.run_facts import Event, RunFacts, best_metric, value_text
+from paceline.tools.watch.run_facts import Event, RunFacts, best_metric, saved_checkpoints, value_text
 from paceline.tools.watch.run_list import run_values, speed_text, step_text
 
 _MAX_CHECKPOINTS, _MAX_WARNINGS, _MAX_RANKS, _VERDICT_LINES = 6, 4, 16, 40
@@ -25,7 +24,8 @@ _CURVES = {"loss": "loss", "lr": "", "samples_per_second": ""}  # and the metric
 
 def screen(facts: RunFacts) -> str:
     parts = [_header(facts), _curves(facts), verdict(facts), _warnings(facts), _checkpoints(facts)]
-    parts += [_goodput(facts), _files(facts)]
+    account = facts.goodput()
+    parts += [account.table().splitlines() if account is not None and account.total else [], _files(facts)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -178,11 +178,6 @@ def _checkpoints(facts: RunFacts) -> list[str]:
     more = len(found) - len(rows)
     lines = columns([("checkpoint", "step", "size", ""), *rows]).splitlines()
     return [*lines, f"and {more} older"] if more else lines
-
-
-def _goodput(facts: RunFacts) -> list[str]:
-    account = facts.goodput()
-    return [] if account is None or not account.total else account.table().splitlines()
 
 
 def _files(facts: RunFacts) -> list[str]:

@@ -4,7 +4,7 @@
     ema/<name>                       EMA weights
     optimizer/<name>/<key>           optimizer state of a parameter: tensors
     optimizer-values/<name>/<key>    and plain numbers
-    compression/…, comm-state/…      what reduces gradients (sync_state.py)
+    compression/…, comm-state/…      what reduces gradients: see features/compress.py
     random/rank-<r>/<generator>      random state of each rank
     outer/…, replicas/<r>/…          of replicas that train apart: see features/local_steps.py
 
@@ -24,15 +24,14 @@ from paceline.runtime import rng
 from paceline.train.callbacks import Callbacks
 from paceline.train.checkpointing.model_state import ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
-from paceline.train.checkpointing.sync_state import COMM_STATE, COMPRESSION, CompressionState, HookState
 from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.first_step import BucketSizeState
 from paceline.train.weights_view import WeightsView
 
 _ORDER = (  # of entries in the manifest, and of applying them: others may depend on weights
-    "model", "ema", "optimizer", "scaler", "plateau", "scheduler", "position", "outcome", "callbacks", COMPRESSION,
-    COMM_STATE, "random", "criterion", "bucket_mb", "huggingface", "outer", "replica-scaler",
+    "model", "ema", "optimizer", "scaler", "plateau", "scheduler", "position", "outcome", "callbacks", "compression",
+    "comm-state", "random", "criterion", "bucket_mb", "huggingface", "outer", "replica-scaler",
 )  # fmt: skip
 
 
@@ -44,8 +43,7 @@ def training_state(engine: Engine, view: WeightsView, policy: EvaluationPolicy, 
         StateEntry("position", engine.position),
         StateEntry("outcome", policy),
         StateEntry("callbacks", callbacks),
-        StateEntry(COMPRESSION, CompressionState(engine)),
-        StateEntry(COMM_STATE, HookState(engine)),
+        *engine.reduction.state(engine.world, engine.log),
         StateEntry("random", RandomState(engine), per_rank=True),
         *engine.hooks.state,
     ]

@@ -165,8 +165,7 @@ class Restorer:
         """Start at step 0 with the loaded weights."""
         reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
-        if self._engine.compression is not None:
-            self._engine.compression.load({}, {})
+        self._engine.reduction.reset()
         for restart in self._engine.hooks.restart:
             restart()
 

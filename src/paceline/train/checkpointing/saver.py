@@ -52,7 +52,7 @@ class Saver:
         # Whether no rank has all of the weights: parameters are sharded, or replicas train apart.
         self._in_parts = engine.bound.held is not None or engine.replica_average is not None
         # Whether no rank has all of the state: nor does it, if what reduces gradients has its own on each.
-        self._together = self._in_parts or engine.ranks_have_state
+        self._together = self._in_parts or (engine.world.size > 1 and engine.reduction.is_saved)
         self._final = Departures(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
         if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import SGD, Adafactor, Optimizer
@@ -15,7 +16,6 @@ from paceline.errors import LayoutError
 from paceline.log import Log
 from paceline.models.spec import find_blocks, spec_of
 from paceline.parallel.data_parallel import CommHook
-from paceline.parallel.pipeline.stage_partition import StagePartition, partition_model
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
 from paceline.plan.layout import LayoutPlan, derive_layout
@@ -26,6 +26,9 @@ from paceline.runtime.device import memory_of
 from paceline.runtime.process_group import World
 from paceline.train.checks import same_model, unsupported, wrapped_model
 from paceline.train.trainer_kwargs import UserObjects
+
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline.stage_partition import StagePartition
 
 
 def check_layout(
@@ -40,7 +43,7 @@ def check_layout(
     same_model.require_same_model(model, user.optimizer, user.criterion)
     layout = _resolve(plan, config, model, world, user.optimizer)
     if layout.degrees.pipeline != plan.degrees.pipeline:
-        partition = partition_model(model, config.pipeline, layout.degrees.pipeline)
+        partition = _partition(config, model, layout)
     unsupported.require_supported(model, config, layout.degrees)
     if hook is not None:
         wrapped_model.require_ddp(hook, config, layout.degrees, log)
@@ -61,7 +64,15 @@ def check_plan_of(config: Config, model: nn.Module, plan: LayoutPlan) -> StagePa
     require_allowed(config, plan)
     if plan.degrees.tensor > 1:
         check_plan(model, config.tensor, plan.degrees.tensor)
-    return partition_model(model, config.pipeline, plan.degrees.pipeline) if plan.degrees.pipeline > 1 else None
+    return _partition(config, model, plan)
+
+
+def _partition(config: Config, model: nn.Module, plan: LayoutPlan) -> StagePartition | None:
+    if plan.degrees.pipeline == 1:
+        return None
+    from paceline.parallel.pipeline.stage_partition import partition_model  # few runs need it
+
+    return partition_model(model, config.pipeline, plan.degrees.pipeline)
 
 
 def _resolve(
