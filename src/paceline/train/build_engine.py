@@ -23,7 +23,7 @@ from paceline.train.random_numbers import noise_context
 from paceline.train.sliced_step import SlicedStep
 from paceline.train.telemetry import join
 from paceline.train.train_step import TrainStep
-from paceline.train.user_objects import DeviceLike, UserObjects
+from paceline.train.trainer_kwargs import DeviceLike, UserObjects
 
 
 def build_engine(config: Config, model: nn.Module, user: UserObjects, device: DeviceLike) -> Engine:
@@ -52,7 +52,7 @@ def build_engine(config: Config, model: nn.Module, user: UserObjects, device: De
     stepper = _build_step(features)
     table.add_features(features)
     # 6. Build the step and the update.
-    updater = OptimizerUpdate(bound.optimizer, parts.module, bound.held, features.table)
+    updater = OptimizerUpdate(bound, parts.module, features.table)
     if world.size > 1 or bound.held is not None:
         refuse_foreign_steps(bound.optimizer, updater)
     if config.graph:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.train.optimizer_update import OptimizerUpdate
     from paceline.train.telemetry import Telemetry
     from paceline.train.train_step import TrainStep
-    from paceline.train.user_objects import UserObjects
+    from paceline.train.trainer_kwargs import UserObjects
 
 
 @dataclass

@@ -20,7 +20,7 @@ from paceline.parallel.optimizer_binding import raise_on_mixed_tensors
 from paceline.parallel.shards import local_shard
 from paceline.train.checks.foreign_steps import RequireOwner
 from paceline.train.checks.unsupported import asks_for_closure, needs_closure
-from paceline.train.held_params import HeldParams
+from paceline.train.held_params import BoundOptimizer
 from paceline.train.hooks import HookTable
 
 
@@ -28,10 +28,9 @@ class OptimizerUpdate:
     """Updates the parameters. `stepped`: whether the last step was taken, as the host knows it; `skipped` is 1.0 if it
     was skipped, on the device or as a float."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, module: nn.Module, held: HeldParams | None, hooks: HookTable
-    ) -> None:
-        self.optimizer, self._held, self._hooks = optimizer, held, hooks
+    def __init__(self, bound: BoundOptimizer, module: nn.Module, hooks: HookTable) -> None:
+        self.optimizer, self._held, self._hooks = bound.optimizer, bound.held, hooks
+        optimizer = bound.optimizer
         self._fused = FusedStep(optimizer, RequireOwner) if FusedStep.supports(optimizer) else None
         self.refresh_parameters()
         self._all_parameters = list(module.parameters())  # may be more than the optimizer holds

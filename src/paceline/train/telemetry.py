@@ -30,7 +30,7 @@ from paceline.runtime import environment, process_group
 from paceline.runtime.process_group import World
 from paceline.train import standstill
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.user_objects import DeviceLike
+from paceline.train.trainer_kwargs import DeviceLike
 
 # Seconds between two events of a step: a thousandth of the time so far, within these bounds. A week is 10,000 lines.
 _MIN_INTERVAL, _MAX_INTERVAL = 1.0, 60.0

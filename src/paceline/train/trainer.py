@@ -46,8 +46,8 @@ from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import Interrupted, RankPoll, Signals
 from paceline.train.recipe_objects import MetricsLike, build_metrics, drop_inherited_options, split_metrics
 from paceline.train.recorder import Recorder, Sinks
+from paceline.train.trainer_kwargs import DeviceLike, UserObjects
 from paceline.train.trainer_methods import TrainerMethods
-from paceline.train.user_objects import DeviceLike, UserObjects
 from paceline.train.weights_view import weights_view
 
 

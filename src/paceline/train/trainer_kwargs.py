@@ -6,18 +6,45 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, cast
+
+import torch
+from torch import nn
 
 from paceline.config.foreign_names import find_hint
 from paceline.config.recipe import Config
 from paceline.config.validation import explain_argument
+from paceline.models.model_call import stateful
 from paceline.models.usage_errors import check_criterion, check_model
+from paceline.parallel.data_parallel import CommHook
+from paceline.train.callbacks import Callbacks
 from paceline.train.checks.unsupported import check_optimizer, check_scheduler
 
 Kind = TypeVar("Kind", bound=type)
 Method = TypeVar("Method", bound=Callable[..., Any])
+DeviceLike = str | int | torch.device | None
+
+
+@dataclass
+class UserObjects:
+    """Objects that the user passes to the Trainer besides the model."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
+    criterion: Callable[..., Any] | None = None
+    scheduler: Any = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    comm_hook: CommHook | None = None
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
+    notes: Sequence[str] = ()  # about the recipe, for the log
+
+    @property
+    def stateful_loss(self) -> nn.Module | None:
+        return stateful(self.criterion, self.loss_fn)
 
 
 def hinted(method: Method) -> Method:

@@ -27,7 +27,7 @@ from paceline.runtime.device import memory_of
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.process_group import World
 from paceline.train.checks import same_model, unsupported, wrapped_model
-from paceline.train.user_objects import UserObjects
+from paceline.train.trainer_kwargs import UserObjects
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline.stage_partition import StagePartition

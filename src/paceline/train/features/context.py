@@ -18,7 +18,7 @@ from paceline.train.checks.same_model import ReplicaCheck
 from paceline.train.held_params import BoundOptimizer
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.throughput import Throughput
-from paceline.train.user_objects import UserObjects
+from paceline.train.trainer_kwargs import UserObjects
 
 if TYPE_CHECKING:
     from paceline.train.features.compress import Reduction
@@ -47,4 +47,4 @@ class FeatureContext:
     table: HookTable  # features that come and go change their own row
 
 
-Build = Callable[[FeatureContext], Hooks | None]  # None: not used in this run
+Build = Callable[[FeatureContext], Hooks | None]  # None: not used in this run. Called on every rank

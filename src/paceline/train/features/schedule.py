@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from paceline.checkpoint.state import OptionalState, StateEntry
 from paceline.config.recipe import Config
@@ -22,6 +21,7 @@ from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.plan.schedule import SchedulePlan
 from paceline.train.checks.unsupported import interval_problem
 from paceline.train.features.context import FeatureContext
+from paceline.train.held_params import BoundOptimizer
 from paceline.train.hooks import Hooks, HookTable
 
 JUMP, SMALL = 2.0, 0.01  # a change by this factor is a jump, unless both rates are below this share of the highest
@@ -34,10 +34,9 @@ def build(context: FeatureContext) -> Hooks | None:
 class LearningRate:
     """`plateau` and `scheduler` are None if not used. `apart`: replicas train apart."""
 
-    def __init__(
-        self, config: Config, optimizer: Optimizer, scheduler: Any, table: HookTable, *, owned: bool, apart: bool
-    ) -> None:
-        self._config, self._optimizer, self._table, self._owns_optimizer = config, optimizer, table, owned
+    def __init__(self, config: Config, bound: BoundOptimizer, scheduler: Any, table: HookTable, apart: bool) -> None:
+        self._config, self._optimizer, self._table = config, bound.optimizer, table
+        self._owns_optimizer = not bound.is_users
         self.scheduler, self._apart = scheduler, apart
         self._factor: Callable[[int], float] | None = None  # for each step; None: constant
         self.steps_scheduler = False  # with the optimizer

@@ -33,7 +33,7 @@ from paceline.train.features.context import Build, FeatureContext
 from paceline.train.held_params import BoundOptimizer
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.throughput import ModelFlops, Throughput
-from paceline.train.user_objects import UserObjects
+from paceline.train.trainer_kwargs import UserObjects
 
 
 def _stragglers(context: FeatureContext) -> Hooks | None:
@@ -102,9 +102,6 @@ def gather(
     loss_scale = bound.scaler.current if bound.scaler.is_enabled() else None
     local_ranks = world.rank_info.local_world
     rates = Throughput(flops, mesh, log.warning, local_ranks, reduction.traffic, loss_scale)
-    apart = steps is not None
-    scheduled = schedule.LearningRate(
-        config, bound.optimizer, user.scheduler, table, owned=not bound.is_users, apart=apart
-    )
+    scheduled = schedule.LearningRate(config, bound, user.scheduler, table, apart=steps is not None)
     made = (scheduled, average, steps, replica_average, replicas, rates, table)
     return FeatureContext(config, user, world, log, mesh, parts, bound, draw, original_hooks, reduction, *made)

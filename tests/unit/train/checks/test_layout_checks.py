@@ -16,7 +16,7 @@ from paceline.plan.layout import LayoutPlan
 from paceline.runtime.environment import RankInfo
 from paceline.runtime.process_group import World
 from paceline.train.checks.layout_checks import check_layout
-from paceline.train.user_objects import UserObjects
+from paceline.train.trainer_kwargs import UserObjects
 
 
 def check_on_two_ranks(
