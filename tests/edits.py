@@ -62,7 +62,7 @@ def applied(change: Change, copy: Path) -> Iterator[None]:
     paths = [copy / SOURCE.name / edit.path for edit in change.edits]
     try:
         for path in {path for path in paths if path.exists()}:
-            kept[path] = path.rename(path.with_suffix(".kept"))
+            kept[path] = path.rename(path.with_name(f"{path.name}.kept"))
             shutil.copyfile(kept[path], path)
         for path, edit in zip(paths, change.edits, strict=True):
             path.write_text(insert(path.read_text() if path.exists() else "", edit))

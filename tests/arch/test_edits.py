@@ -329,6 +329,79 @@ assert paceline.Trainer.from_config(config).model.in_features == 3
 """,
 )
 
+FEATURE = Change(
+    "feature of training",
+    (
+        Edit(
+            "config/recipe.py", 'shrink: float | None = Field(None, description="a factor of gradients")', into="Config"
+        ),
+        Edit(
+            "plan/passes.py",
+            '"shrink-and-graph": lambda config, degrees: config.shrink is not None and config.graph,',
+            into="_REFUSED",
+        ),
+        Edit(
+            "plan/passes.toml",
+            """
+            [refused.shrink-and-graph]
+            settings = "shrink with graph"
+            why = "steps are counted on the host"
+            fix = "remove graph"
+            """,
+        ),
+        Edit(
+            "train/features/shrink.py",
+            """
+            from paceline.checkpoint.state import StateEntry
+            from paceline.train.hooks import Hooks
+
+            class Steps:
+                number = 0
+
+                def state_dict(self):
+                    return self.number
+
+                def load_state_dict(self, state):
+                    self.number = state
+
+            def build(context):
+                if context.config.shrink is None:
+                    return None
+                steps = Steps()
+
+                def shrink(gradients):
+                    steps.number += 1
+                    gradients.multiply(context.config.shrink**steps.number)
+
+                return Hooks(name="shrink", on_gradients=shrink, state=[StateEntry("shrink", steps, if_absent="keep")])
+            """,
+        ),
+        Edit(
+            "train/features/table.py",
+            '__import__("paceline.train.features.shrink", fromlist=["build"]).build,',
+            into="FEATURES",
+        ),
+    ),
+    TRAIN
+    + CLI
+    + """
+from paceline.errors import PacelineError
+
+assert "shrink" in cli("config", "show", "shrink=0.5")[1]
+try:
+    train(shrink=0.5, graph=True, run=False)
+except PacelineError as error:
+    assert error.code == "layout.shrink-and-graph", error
+else:
+    raise AssertionError("a graph counts no steps")
+sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.0}
+whole = train(sgd, shrink=0.5, run="whole").losses
+assert whole != train(sgd, run=False).losses and whole[:1] == train(sgd, run=False).losses[:1]
+train(sgd, shrink=0.5, run="parts", train={"pause_at": 5})
+assert train(sgd, shrink=0.5, run="parts", resume="auto").losses == whole[5:]
+""",
+)
+
 CHANGES = [
     (OPTIMIZER, 2),
     (MODEL, 2),
@@ -339,6 +412,7 @@ CHANGES = [
     (OPTION, 2),
     (BACKEND, 3),
     (PART, 1),
+    (FEATURE, 5),
 ]
 
 

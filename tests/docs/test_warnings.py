@@ -9,8 +9,9 @@ import torch
 
 from paceline.monitor import gpu_stats, stragglers
 from paceline.plan import slow_input
-from paceline.train import graph_step, lr, standstill
+from paceline.train import graph_step, standstill
 from paceline.train.checks import split_invariance
+from paceline.train.features import schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "troubleshooting.md"
 
@@ -33,7 +34,7 @@ def test_the_table_of_warnings_has_their_thresholds() -> None:
         f"{slow_input.NOTICEABLE:.0%} of {slow_input.WINDOW:g} s",
         f"{1 - gpu_stats._IDLE:.0%} of {gpu_stats.WINDOW * gpu_stats.SECONDS:g} s",
         f"{gpu_stats.THROTTLED * gpu_stats.SECONDS:g} of the last {gpu_stats.WINDOW * gpu_stats.SECONDS:g} s",
-        f"a factor of {lr.JUMP:g}, or {lr.SMALL:.0%} of the highest rate",
+        f"a factor of {schedule.JUMP:g}, or {schedule.SMALL:.0%} of the highest rate",
         slices,
         f"{graph_step._EAGER} steps, and half of all",
         f"{standstill._WARN:.0%} of `timeout`",

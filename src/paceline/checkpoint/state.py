@@ -38,6 +38,20 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
+class OptionalState:
+    """A part that some runs do not have. It is saved as None, which leaves the part unchanged when loaded."""
+
+    def __init__(self, part: Stateful | None) -> None:
+        self._part = part
+
+    def state_dict(self) -> Any:
+        return None if self._part is None else self._part.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        if self._part is not None and state:
+            self._part.load_state_dict(state)
+
+
 @dataclass
 class ShardedState:
     """The state of a sharded part on this rank."""

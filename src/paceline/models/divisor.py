@@ -15,7 +15,8 @@ normalized before, a Python number) shows when the loss of a batch is compared w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +103,15 @@ class Proportions:
             shown = ", ".join(f"{float(divisor):g}" for divisor in divisors)
             means_of_loss = f"{len(divisors)} means, which were divided by {shown}"
             self.say(f"The loss adds up {means_of_loss}, in another proportion than before.")
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Within this context, warn of nothing."""
+        self.warn, before = None, self.warn
+        try:
+            yield
+        finally:
+            self.warn = before
 
     @property
     def is_listening(self) -> bool:

@@ -22,13 +22,14 @@ from paceline.run.folder import CONFIG
 
 
 class Ema:
-    """The exponential moving average of parameters, initialized with their current values."""
+    """The exponential moving average of parameters, initialized with their current values.
 
-    def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool) -> None:
+    `captured`: updates are captured in a graph, which reads a weight that differs between steps from the device."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float, warmup: bool, *, captured: bool = False) -> None:
         named = {name: p for name, p in parameters.items() if p.is_floating_point() or p.is_complex()}
-        self._decay, self.warmup = decay, warmup
+        self._decay, self._warmup = decay, warmup
         self.is_swapped = False
-        self.device_weight: Tensor | None = None  # replaces `weight`, in a captured step
         self._names = list(named)
         self._parameters: list[Tensor] = list(named.values())
         self._averages = [
@@ -37,17 +38,29 @@ class Ema:
         ]
         pairs = zip(self._averages, self._parameters, strict=True)
         self._same_dtypes = all(average.dtype == parameter.dtype for average, parameter in pairs)
+        devices = [average.device for average in self._averages] if captured and warmup else []
+        self.device_weight = torch.zeros((), dtype=torch.float64, device=devices[0]) if devices else None
+        self._sent = 0.0
 
     def weight(self, step: int) -> float:
         """The weight of the parameters after optimizer step `step`, counted from 1.
 
         With warm-up it starts high, so that the initial parameters are forgotten quickly.
         """
-        return 1.0 - (min(self._decay, (1 + step) / (10 + step)) if self.warmup else self._decay)
+        return 1.0 - (min(self._decay, (1 + step) / (10 + step)) if self._warmup else self._decay)
+
+    def send_weight(self, step: int) -> None:
+        """Copy the weight of the update in optimizer step `step`, counted from 0, to the device."""
+        weight = self.weight(step + 1)
+        if self.device_weight is not None and weight != self._sent:
+            self._sent = weight
+            self.device_weight.fill_(weight)
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the average after optimizer step `step`, counted from 1."""
+    def update(self, step: int, stepped: bool = True) -> None:
+        """Update the average after optimizer step `step`, counted from 1, if it was taken."""
+        if not stepped:
+            return
         weight = self.weight(step) if self.device_weight is None else self.device_weight
         if self._same_dtypes and not isinstance(weight, Tensor):
             torch._foreach_lerp_(self._averages, self._parameters, weight)

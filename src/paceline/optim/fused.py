@@ -56,6 +56,10 @@ _FLAGS = ("grad_scale", "found_inf")  # of torch.amp.GradScaler
 _ADAM_STATE, _SGD_STATE = ("exp_avg", "exp_avg_sq", "step"), ("momentum_buffer",)
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 class FusedStep:
     """Steps `optimizer`, with the same result as `optimizer.step()`. Hooks on its steps of the type `skipped`
     are not called."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.overrides import TorchFunctionMode
 
 from paceline.config.components import PRECISIONS
@@ -129,6 +130,10 @@ class Scaler(torch.amp.GradScaler):
         """The current loss scale, on the device."""
         assert self._scale is not None
         return self._scale
+
+    def has_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients of a step still have the loss scale."""
+        return self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)

@@ -80,7 +80,7 @@ class SampleKeys:
         self.source: Source | None = None
         self.expected: Samples | None = None  # of the micro-batch that an idle source began
         self.rows: Tensor | None = None  # (samples, 2), int32
-        self.given: Tensor | None = None  # the rows of a step, which a captured one reads
+        self._given: Tensor | None = None  # the rows of a step, which a captured one reads
         self.current, self.calls, self.samples = self.outside, 0, 0
         self._begun = 0, 0, 0
         self.used: bool | None = None  # whether the model has dropout; None: not known yet
@@ -175,13 +175,22 @@ class SampleKeys:
             self.rows = self._rows()  # the first dropout of a run, after its first micro-batch
         return None if self.rows is None else self.rows + self.current.salt
 
+    @contextmanager
+    def reading(self, rows: Tensor) -> Iterator[None]:
+        """Within this context, take the rows of a step from here."""
+        self._given, before = rows, self._given
+        try:
+            yield
+        finally:
+            self._given = before
+
     def of_step(self, step: int, count: int) -> Tensor:
         """The rows of a step, on the CPU."""
         return torch.from_numpy(self._hash(step, 0, count))
 
     def _rows(self) -> Tensor:
-        if self.given is not None:
-            return self.given[self._begun[1] :][: self._begun[2]]
+        if self._given is not None:
+            return self._given[self._begun[1] :][: self._begun[2]]
         # Not from pinned memory: CUDA copies a few bytes at once, but new pinned memory takes milliseconds.
         return torch.from_numpy(self._hash(*self._begun)).to(self.device, non_blocking=True)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +34,6 @@ from torch import Tensor
 from paceline.config.foreign_names import find_hint
 from paceline.errors import TrainError, did_you_mean
 from paceline.log import Log
-from paceline.parallel.shards import local_shard
-
-if TYPE_CHECKING:
-    from paceline.train.engine import Engine
 
 HOOKS = ("on_start", "on_gradients", "on_step", "on_log", "on_epoch", "on_evaluate", "on_save", "on_error", "on_end")
 
@@ -134,21 +130,6 @@ class Callbacks:
             self.call("on_error", failure)
         except Exception as second:
             log.warning(f"on_error of a callback failed: {type(second).__name__}: {second}")
-
-
-def gradient_hook(callbacks: Callbacks, engine: Engine) -> Callable[[], None] | None:
-    """What the updater calls before it clips; None if no callback wants it."""
-    if not callbacks.hooks["on_gradients"]:
-        return None
-
-    @torch.no_grad()
-    def call() -> None:
-        held = engine.bound.held.held_of if engine.bound.held is not None else lambda parameter: parameter
-        found = {name: held(parameter).grad for name, parameter in engine.model.named_parameters()}
-        gradients = {name: local_shard(gradient) for name, gradient in found.items() if gradient is not None}
-        callbacks.call("on_gradients", Gradients(engine.position.step + 1, gradients))
-
-    return call
 
 
 def _hooks_of(callback: Any) -> dict[str, Callable[[Any], Any]]:

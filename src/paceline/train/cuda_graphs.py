@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.errors import TrainError
+from paceline.optim.fused import is_fused
 from paceline.run.user_frame import find_user_frame
-from paceline.train.checks.nonfinite import is_fused
 
 Result = TypeVar("Result")
 _SIGNS = ("synchronizing CUDA operation", "captur")  # in torch's errors, and in CUDA's

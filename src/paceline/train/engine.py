@@ -1,222 +1,90 @@
-"""Model, optimizer and step of this rank: the parts that the Trainer and custom loops share."""
+"""Model, optimizer and step of this rank: the parts that the Trainer and custom loops share. `build_engine.py` builds
+them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from paceline.config.components import PRECISIONS
 from paceline.config.recipe import Config
 from paceline.data.batches import to_device
-from paceline.data.loader import MicroBatch
-from paceline.models.loss_module import parameters_of_loss
 from paceline.models.model_call import infer_call
-from paceline.models.weights import PowerIterations
-from paceline.optim.ema import Ema
-from paceline.parallel.dynamic_ddp import DynamicDDP
-from paceline.parallel.model_parts import PassContext
-from paceline.parallel.parallelize import change_recompute, parallelize
-from paceline.parallel.shards import local_shard
+from paceline.parallel.parallelize import change_recompute
 from paceline.plan.layout import AXIS_NAMES
-from paceline.plan.network_model import Traffic
-from paceline.plan.passes import require_allowed, uses_local_steps
-from paceline.precision import policies
-from paceline.precision.policies import Scaler
-from paceline.runtime import collectives
-from paceline.runtime.mesh import Mesh
-from paceline.train import recipe_objects
-from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.checks import foreign_steps, preflight, unsupported, wrapped_model
-from paceline.train.checks.collective_order import check_order
-from paceline.train.checks.gradient_hooks import GradientHooks, hooks_of
-from paceline.train.checks.layout_checks import check_layout
-from paceline.train.checks.nonfinite import NonfiniteGuard, bad_step_test, is_fused
-from paceline.train.checks.run_setup import RunSetup
-from paceline.train.checks.same_model import ReplicaCheck
-from paceline.train.features.compress import choose_reduction
-from paceline.train.held_params import bind_optimizer, optimizer_of_stages
-from paceline.train.hooks import Hooks, HookTable
-from paceline.train.loss_weights import LossWeights
-from paceline.train.optimizer_update import OptimizerUpdate
-from paceline.train.random_numbers import noise_context, seed_generators
-from paceline.train.sliced_step import SlicedStep, refuse_forward
-from paceline.train.sync_setup import ReplicaAverage, build_local_steps, replicas_differ
-from paceline.train.telemetry import join
-from paceline.train.throughput import ModelFlops, Throughput
-from paceline.train.train_step import TrainStep
-from paceline.train.trainer_kwargs import DeviceLike, UserObjects
+from paceline.plan.passes import require_allowed
+from paceline.train.features.nonfinite import bad_step_test
+from paceline.train.random_numbers import seed_generators
+from paceline.train.sliced_step import refuse_forward
 
 if TYPE_CHECKING:
-    from paceline.train.graph_step import GraphedStep
+    from paceline.data.loader import MicroBatch
+    from paceline.log import Log
+    from paceline.parallel.model_parts import ModelParts
+    from paceline.plan.layout import LayoutPlan
+    from paceline.run.history import Record
+    from paceline.runtime.mesh import Mesh
+    from paceline.runtime.noise import NoiseContext
+    from paceline.runtime.process_group import World
+    from paceline.train.checkpointing.run_handle import TrainProgress
+    from paceline.train.checks.run_setup import RunSetup
+    from paceline.train.features.context import FeatureContext
+    from paceline.train.held_params import BoundOptimizer
+    from paceline.train.hooks import HookTable
+    from paceline.train.optimizer_update import OptimizerUpdate
+    from paceline.train.telemetry import Telemetry
+    from paceline.train.train_step import TrainStep
+    from paceline.train.trainer_kwargs import UserObjects
 
 
+@dataclass
 class Engine:
     """The model, its optimizer and the training step on this rank."""
 
-    def __init__(self, config: Config, model: nn.Module, task: UserObjects, device: DeviceLike) -> None:
-        self.task = task
-        self.world, self.telemetry, self.log = join(config, task.notes, device)
-        self.model, config, hook = wrapped_model.unwrap_model(model, config, self.world.size, self.log)
-        self.config, hook = config, wrapped_model.choose_hook(task.comm_hook, hook, config)
-        self.layout, partition = check_layout(config, self.model, task, hook, self.world, self.log)
-        recipe_objects.set_torch_flags(config, self.world.device)
-        self.mesh = Mesh.build(
-            self.layout.degrees,
-            self.world,
-            always=config.fsdp.offload,
-            local_replicas=self.layout.degrees.replicate if uses_local_steps(config, self.layout.degrees) else 1,
-        )
-        self._original_hooks = hooks_of(self.model)
-        if task.optimizer is not None:
-            named = [*self.model.named_parameters(), *parameters_of_loss(task.stateful_loss)]
-            unsupported.check_parameters(named, task.optimizer, self.log)
-        self.traffic = None if config.sync is None or self.world.size == 1 else Traffic()
-        self.reduction = choose_reduction(config, self.world, self.traffic, hook, self.log)
-        hook = self.reduction.hook
-        self._compose(PassContext(config, self.mesh, self.log, task.stateful_loss, partition, hook, self.traffic))
-        self._build_step()
-        setup = (self.model, self.bound.optimizer, task.scheduler, task.loss_fn or task.criterion)
-        self.setup = RunSetup(*setup, owns_optimizer=not self.bound.is_users)
-        self.seed_drawing(0)
-        self.position = TrainProgress()
-        checked = (self.model, self.mesh, partial(replicas_differ, self.local_steps))
-        self.replicas = ReplicaCheck(*checked) if config.preflight and self.mesh.degrees.replicate > 1 else None
-        self.checked = self._warned = False
-
-    def _compose(self, context: PassContext) -> None:
-        """Run the passes of the layout on the model and on the module that computes its loss."""
-        config, task = self.config, self.task
-        if isinstance(task.criterion, nn.Module):
-            policies.prepare_model(task.criterion, config.precision)
-            task.criterion.to(self.world.device)
-        given = task.optimizer or optimizer_of_stages(config, self.model, self.mesh.degrees)
-        self.parts = parallelize(self.model, context)
-        self.module = self.parts.module
-        self.reduction.begin(self.module, config, self.log)
-        check_order(self.module, self.mesh, config)
-        is_users = task.optimizer is not None
-        self.bound = bind_optimizer(self.parts, given, config, self.mesh, self.log, is_users=is_users)
-        self._build_scaler()
+    config: Config
+    user: UserObjects
+    world: World
+    log: Log
+    mesh: Mesh
+    layout: LayoutPlan
+    parts: ModelParts
+    bound: BoundOptimizer
+    features: FeatureContext  # what they are built from
+    hooks: HookTable  # what they do
+    draw: NoiseContext
+    stepper: TrainStep
+    updater: OptimizerUpdate
+    telemetry: Telemetry
+    setup: RunSetup
+    position: TrainProgress
 
     def seed_drawing(self, step: int) -> None:
-        seed_generators(self.config, self.model, self.mesh, step)
+        seed_generators(self.config, self.parts.model, self.mesh, step)
 
     def layout_facts(self) -> dict[str, Any]:
         """The layout of this run, for the manifest of a checkpoint."""
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
-    def _build_scaler(self) -> None:
-        config = self.config
-        self.scaler = Scaler(
-            self.world.device,
-            config.scaler,
-            enabled=PRECISIONS.facts(config.precision).loss_scaling,
-            reduce_max=None
-            if self.bound.held is None
-            else partial(collectives.all_reduce, op="max", group=self.mesh.step_group),
-        )
-        self.reduction.follow(self.scaler)
+    def is_bad(self, record: Record) -> bool:
+        """Whether this is a step that `nonfinite` is about."""
+        return bad_step_test(self.config.nonfinite, scaled=self.bound.scaler.is_enabled())(record)
 
-    def _warm_up(self, forward: Callable[[Any], Any], batch: Any) -> None:
-        """Called before the first batch after DDP was rebuilt for other parameters."""
-        unsupported.check_parameters(self.parts.named_parameters(), self.bound.optimizer, self.log)
-        if self.checked:
-            preflight.warm_up(self.model, forward, batch, self.draw, [self.task.criterion, self.task.loss_fn])
+    @property
+    def warn(self) -> Callable[[str], None]:
+        """Say that a forward depends on how a batch is cut."""
+        return refuse_forward if self.config.fixed_order else self.log.warning
 
-    def _build_step(self) -> None:
-        config, device = self.config, self.world.device
-        self.average: Ema | None = None
-        if config.ema is not None:  # after wrapping, which broadcasts the weights of rank 0
-            shards = {name: local_shard(parameter) for name, parameter in self.model.named_parameters()}
-            self.average = Ema(shards, config.ema.decay, config.ema.warmup)
-        self.draw = noise_context(config, self.parts, self.mesh, self.task.loss_fn)
-        watched = config.nonfinite != "skip" and not self.scaler.is_enabled()
-        self.watch = (
-            NonfiniteGuard(self.bound.optimizer, device, may_wait=config.nonfinite == "stop") if watched else None
-        )
-        self.is_bad = bad_step_test(config.nonfinite, scaled=self.scaler.is_enabled())
-        self.local_steps = build_local_steps(config, self.module, self.mesh, self.log, self.traffic)
-        self.replica_average = (
-            None if self.local_steps is None else ReplicaAverage(self.local_steps, self.model, self.mesh)
-        )
-        self.warn = refuse_forward if config.fixed_order else self.log.warning
-        self.hooks = HookTable()
-        self.stepper = self._choose_step()
-        if self.watch is not None and config.nonfinite == "raise":
-            # One rank may block its updates; `stop` relies on the norm, which all ranks know.
-            self.hooks.set(Hooks(name="nonfinite", on_losses=self.watch.check_losses))
-        user_code = [self.task.criterion, self.task.loss_fn]
-        how = {"eager": not config.compile, "countable": not self.parts.slices}
-        flops = ModelFlops(self.module, self.hooks, self.mesh, self.draw, user_code, **how)
-        self.rates = Throughput(flops, self.mesh, self.log.warning, self.world.rank_info.local_world, self.traffic)
-        if self.scaler.is_enabled():
-            self.rates.loss_scale = self.scaler.current
-        if self.rates.own_time is not None and device.type == "cuda" and isinstance(self.parts.forward, DynamicDDP):
-            busy = self.rates.own_time
-            self.hooks.set(Hooks(name="stragglers", before_backward=busy.arrived, after_backward=busy.left))
-        if power_iterations := PowerIterations(self.model):
-            self.hooks.set(Hooks(name="power_iterations", before_forward=power_iterations.allow))
-        self._build_updater()
-        self.graphed: GraphedStep | None = None
-        if config.graph:
-            from paceline.train.graph_step import GraphedStep  # few runs need it
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a feature keeps the parameters as they are."""
+        return any(veto() for veto in self.hooks.vetoes)
 
-            self.graphed = GraphedStep(self.module, self.stepper, self.updater, self.log)
-
-    def _choose_step(self) -> TrainStep:
-        config, forward = self.config, self.parts.forward
-        shared: dict[str, Any] = {"scaler": self.scaler, "local_steps": self.local_steps, "traffic": self.traffic}
-        shared |= {"finds_total": config.fixed_order, "splits": self.parts.runner is not None}
-        weights = LossWeights(self.module, self.mesh, self.hooks, forward, **shared)
-        parts = self.parts, weights, self.draw, self.hooks
-        if self.parts.runner is not None:
-            from paceline.train.pipeline_step import PipelineStep  # few runs need it
-
-            return PipelineStep(config.pipeline, self.log.info, self.scaler, self.module, *parts)
-        return SlicedStep(self.mesh, self.module, *parts) if config.fixed_order else TrainStep(self.module, *parts)
-
-    def _build_updater(self) -> None:
-        config = self.config
-        self.updater = OptimizerUpdate(
-            self.bound.optimizer,
-            self.module,
-            scaler=self.scaler,
-            average=self.average,
-            clip_norm=config.clip_norm,
-            clip_value=config.clip_value,
-            nonfinite=config.nonfinite,
-            watch=self.watch,
-            sharded=self.bound.held,
-        )
-        self.updater.local_steps = self.local_steps
-        if isinstance(self.parts.forward, DynamicDDP):
-            self.parts.forward.warm_up = self._warm_up
-            if config.unused_parameters == "error" and not config.ddp.static_graph:
-                self.updater.require_gradients = partial(preflight.require_gradients, self.model, self.parts.forward)
-        if self.world.size > 1 or self.bound.held is not None:
-            self.defer_hooks()
-            foreign_steps.refuse_foreign_steps(self.bound.optimizer, self.updater)
-        if config.nonfinite != "raise" and self.world.device.type != "cpu" and not is_fused(self.bound.optimizer):
-            self.log.info(
-                f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
-            )
-
-    def defer_hooks(self) -> None:
-        """Apply hooks on gradients to the gradient of a step, instead of that of a micro-batch on a rank."""
-        if self.updater.gradient_hooks is None:
-            self.updater.gradient_hooks = GradientHooks(self.model, self._original_hooks)
-            self.hooks.set(Hooks(name="gradient_hooks", before_forward=self._defer_hooks_of_step))
-        else:
-            self.updater.gradient_hooks.defer()
-
-    def _defer_hooks_of_step(self, first: bool) -> None:
-        if first and self.updater.gradient_hooks is not None:
-            self.updater.gradient_hooks.defer()
+    def reset_features(self) -> None:
+        """Call after a checkpoint was loaded, or a bad step was reported."""
+        for reset in self.hooks.reset:
+            reset()
 
     def on_device(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return to_device(micros, self.world.device, self.parts.inputs)
@@ -224,7 +92,7 @@ class Engine:
     def ready(self, micros: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Move micro-batches to the device. The first one determines how the model is called."""
         on_device = self.on_device(micros)
-        if self.module.call is not None:
+        if self.parts.module.call is not None:
             return on_device
         first = next(on_device, None)
         if first is None:
@@ -233,29 +101,22 @@ class Engine:
         return chain([first], on_device)  # not a generator, which would cost time in every step
 
     def choose_call(self, batch: Any) -> None:
-        self.module.call = infer_call(self.model, batch, self.task.loss_fn, self.task.criterion)
-        self.log.info(f"loss: {self.module.call.rule}")
+        self.parts.module.call = infer_call(self.parts.model, batch, self.user.loss_fn, self.user.criterion)
+        self.log.info(f"loss: {self.parts.module.call.rule}")
 
     def after_user_code(self) -> None:
         """Call after callbacks and evaluations, which may have run a backward or changed the optimizer."""
         self.updater.discard_gradients()
         self.follow_optimizer()
-        if self.graphed is not None:
-            self.graphed.user_code_ran = True
+        if self.hooks.captured is not None:
+            self.hooks.captured.after_user_code()
 
     def follow_optimizer(self) -> None:
         """Take over parameter groups that were added to the optimizer, and learning rates that have no effect."""
-        groups = self.bound.optimizer.param_groups
-        if len(groups) != len(self.bound.names):
+        if len(self.bound.optimizer.param_groups) != len(self.bound.names):
             self.bound.adopt_groups(self.parts, self.log)
             self.updater.refresh_parameters()
-        updater = self.updater
-        if updater.learning_rate is not None and updater.lr and groups[0]["lr"] != updater.lr and not self._warned:
-            self._warned = True
-            self.log.warning(
-                f"the learning rate was set to {groups[0]['lr']:g} during training, but the schedule "
-                f"({self.config.schedule.name}) sets it before every step: remove the schedule to set it yourself"
-            )
+        self.features.schedule.warn_if_set(self.log.warning)
 
     def recompute(self, kind: str) -> None:
         """Change activation checkpointing of the wrapped model."""

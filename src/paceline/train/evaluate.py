@@ -40,7 +40,7 @@ from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import derive_seed
 from paceline.train.checkpointing.run_handle import TrainProgress
-from paceline.train.lr import LearningRate
+from paceline.train.features.schedule import LearningRate
 from paceline.train.metric_functions import MetricFunctions
 
 # No training step has this number, so evaluation never reuses the noise of a step.

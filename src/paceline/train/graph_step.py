@@ -2,7 +2,8 @@
 
 The first steps run eagerly, as a warm-up. Then one is captured, which runs nothing, and replayed from there on. What
 differs between steps is in memory that the graph reads and the host fills before each replay: inputs, learning rates,
-the weight of the moving average, keys of dropout masks and `paceline.noise`. torch registers its own generator.
+keys of dropout masks and `paceline.noise`, and what features send in `before_update`, as the weight of the moving
+average. torch registers its own generator.
 
 Steps whose batches have another shape run eagerly with the same parameters and state, such as the last one of an epoch;
 shapes that come back are captured as well. Both give the same bits.
@@ -31,6 +32,8 @@ from paceline.run.heartbeat import counters
 from paceline.runtime.noise import Draw
 from paceline.train import cuda_graphs
 from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
+from paceline.train.features.context import FeatureContext
+from paceline.train.features.schedule import LearningRate
 from paceline.train.optimizer_update import OptimizerUpdate
 from paceline.train.train_step import TrainStep
 
@@ -62,24 +65,44 @@ class _Captured:
     data_weighted: bool
 
 
+def graphed_step(context: FeatureContext, step: TrainStep, updater: OptimizerUpdate) -> GraphedStep:
+    config, callbacks = context.config, context.user.callbacks
+    waits = config.nonfinite != "raise" or context.bound.scaler.is_enabled()
+    parts = (context.parts.module, step, updater, context.schedule, context.log)
+    return GraphedStep(*parts, waits=waits, has_callback=bool(callbacks.hooks["on_gradients"]))
+
+
 class GraphedStep:
     """Collects the micro-batches of a step, and replays the graph for their shapes if there is one."""
 
-    def __init__(self, module: LossModule, step: TrainStep, updater: OptimizerUpdate, log: Log) -> None:
+    def __init__(
+        self,
+        module: LossModule,
+        step: TrainStep,
+        updater: OptimizerUpdate,
+        schedule: LearningRate,
+        log: Log,
+        *,
+        waits: bool,
+        has_callback: bool,
+    ) -> None:
+        """`waits`: for values, if the optimizer is not fused. `has_callback`: a callback has `on_gradients`."""
         self._module, self._stepper, self._updater, self._draw, self._log = module, step, updater, step.draw, log
+        self._schedule, self._waits, self._has_callback = schedule, waits, has_callback
         self._device = next(module.parameters()).device
-        _check(updater)
+        require_capturable(updater.optimizer, waits=waits)
         self._graphs = cuda_graphs.CudaGraphs(self._device)
         self._groups = updater.optimizer.param_groups
-        self.user_code_ran = False  # it may have changed what was captured
+        self._user_code_ran = False  # it may have changed what was captured
         self._warned = False
         self._forget()
 
     def __enter__(self) -> None:
         """At the beginning of `train()`."""
-        updater = self._updater
-        _check(updater)
-        self._rates_on_device = updater.learning_rate is not None or updater.scheduler is not None
+        if self._has_callback:
+            raise _callback_error()
+        require_capturable(self._updater.optimizer, waits=self._waits)
+        self._rates_on_device = self._schedule.changes
 
     def __exit__(self, *exc: object) -> None:
         """Free the graphs and their memory."""
@@ -93,7 +116,7 @@ class GraphedStep:
         self._steps = self._rate_changes = 0
         self._eager: Counter[str] = Counter()  # steps, by cause
         self._rates_on_device = False
-        self._scalars: Tensor | None = None  # the weight of the average and the learning rates, in float64
+        self._rates: Tensor | None = None  # in float64
         self._sent: list[float] = []
         self._stamp: Constants = {}
         self._settings: Constants = {}  # of the optimizer, in the last step
@@ -101,16 +124,16 @@ class GraphedStep:
         self._other = ""  # a type in batches whose values can't be compared
         self._noise: dict[Hashable, dict[tuple[int, int], Draw]] = {}  # of the last warm-up, by shape
 
+    def after_user_code(self) -> None:
+        self._user_code_ran = True
+
     def add(self, micro: MicroBatch) -> None:
         self._micros.append(micro)
 
     def take(self) -> Tensor | None:
         """Run the collected micro-batches and update the parameters. Returns the gradient norm, if it was computed."""
         micros, self._micros = self._micros, []
-        updater, step = self._updater, micros[-1].step
-        updater.set_rates(step)
-        if updater.before_update is not None:
-            updater.before_update()
+        self._updater.prepare(micros[-1].step)
         inputs: list[Tensor] = []
         others: list[str] = []
         parts = [(each.samples, each.step_samples, each.exact, shape_of(each.batch, inputs, others)) for each in micros]
@@ -118,17 +141,13 @@ class GraphedStep:
         if others:  # such steps are never captured
             shape, self._other = None, others[0]
         captured = self._find(shape, micros)
-        self._send(step)
-        norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
-        updater.lr = self._groups[0]["lr"]
-        if updater.scheduler is not None:
-            updater.scheduler.step()
-        return norm
+        self._send_rates()
+        return self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
 
     def _find(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured | None:
         """The graph for micro-batches of this shape; None: run them eagerly."""
         self._steps += 1
-        if self.user_code_ran or self._updater.scheduler is not None:
+        if self._user_code_ran or self._schedule.steps_scheduler:
             self._drop_outdated()
         found = self._captured.get(shape)
         if found is not None and found.rates != self._constant_rates():
@@ -160,26 +179,23 @@ class GraphedStep:
         self._groups = optimizer.param_groups
         settings = settings_of(optimizer)
         names = changed(self._settings or settings, settings)
-        if not names and self.user_code_ran and self._captured:
+        if not names and self._user_code_ran and self._captured:
             names = changed(self._stamp, self._constants())
-        self._settings, self.user_code_ran = settings, False
+        self._settings, self._user_code_ran = settings, False
         if names:
             self._release()
             self._noise, self._seen = {}, Counter()  # an optimizer creates its state in a step that is not captured
             self._changed = names
 
-    def _send(self, step: int) -> None:
-        """Copy the numbers of a step to the device, if they changed."""
-        average = self._updater.average
-        numbers = [average.weight(step + 1)] if average is not None and average.warmup else []
-        if self._rates_on_device:
-            numbers += [group["lr"] for group in self._groups]
-        if numbers != self._sent:
-            self._sent = numbers
-            host = torch.tensor(numbers, dtype=torch.float64)
-            if self._scalars is None or len(self._scalars) != len(numbers):
-                self._scalars = torch.empty_like(host, device=self._device)
-            self._scalars.copy_(host, non_blocking=True)
+    def _send_rates(self) -> None:
+        """Copy the learning rates to the device, if they changed."""
+        rates = [group["lr"] for group in self._groups] if self._rates_on_device else []
+        if rates != self._sent:
+            self._sent = rates
+            host = torch.tensor(rates, dtype=torch.float64)
+            if self._rates is None or len(self._rates) != len(rates):
+                self._rates = torch.empty_like(host, device=self._device)
+            self._rates.copy_(host, non_blocking=True)
 
     def _run_eagerly(self, shape: Hashable, micros: list[MicroBatch]) -> Tensor | None:
         self._seen[shape] += 1
@@ -191,7 +207,7 @@ class GraphedStep:
             self._count_eager("changes")
         strict = shape is not None and self._seen[shape] >= WARM_UP and len(self._captured) < _GRAPHS
         noise = self._noise.setdefault(shape, {}) if strict else None
-        with self._graphs.warm_up(strict=strict), self._host_work_done(noise):
+        with self._graphs.warm_up(strict=strict), self._reading(noise):
             try:
                 norm = self._step(micros)
             except RuntimeError as error:
@@ -239,8 +255,8 @@ class GraphedStep:
                 found = [value.to(torch.float64) for value in found]
             return results, torch.stack(found) if len(found) > 1 else found[0]
 
-        self._send(micros[-1].step)
-        with self._host_work_done(noise, rows, capturing=True):
+        self._send_rates()
+        with self._reading(noise, rows, capturing=True):
             try:
                 replay, (results, values) = self._graphs.capture(run)
             except RuntimeError as error:
@@ -263,12 +279,16 @@ class GraphedStep:
         for draw in captured.noise:
             draw.fill(self._draw.seed_of(micros[-1].step, draw.number))
         counters.micros += len(micros)
-        self._updater.is_changing = True
-        captured.replay()
-        self._updater.is_changing = False
-        copied = captured.values.clone()  # the next replay overwrites them
-        values = copied.unbind() if copied.dim() else (copied,)
-        weights, self._updater.skipped = self._stepper.weights, _value(values, captured.skipped)
+        values: list[Tensor] = []
+
+        def run() -> Any:
+            captured.replay()
+            copied = captured.values.clone()  # the next replay overwrites them
+            values.extend(copied.unbind() if copied.dim() else (copied,))
+            return _value(values, captured.skipped)
+
+        self._updater.replay(run)
+        weights = self._stepper.weights
         weights.losses = [(values[loss], _value(values, weight)) for loss, weight in captured.losses]
         weights.means, weights.data_weighted = captured.means, captured.data_weighted
         for named, weight in captured.metrics:
@@ -283,33 +303,30 @@ class GraphedStep:
         for hook in self._stepper.hooks.on_losses:
             hook(weights.losses)
         with ExitStack() as kept:
-            if self._rates_on_device and self._scalars is not None:
-                rates = self._scalars[-len(self._groups) :].float().unbind()  # fused kernels read float32
+            if self._rates_on_device and self._rates is not None:
+                rates = self._rates.float().unbind()  # fused kernels read float32
                 for group, rate in zip(self._groups, rates, strict=True):
                     _set(kept, group, lr=rate)
             factor = weights.factor() if weights.data_weighted else weights.constant_factor
-            return self._updater.apply(micros[-1].step, factor)
+            return self._updater.apply(micros[-1].step, factor, prepared=True)
 
     def _add_all(self, micros: Sequence[MicroBatch]) -> None:
         for micro in micros:
             self._stepper.add(micro)
 
     @contextmanager
-    def _host_work_done(
+    def _reading(
         self, noise: dict[tuple[int, int], Draw] | None, rows: Tensor | None = None, *, capturing: bool = False
     ) -> Iterator[None]:
-        """`take` does what `OptimizerUpdate.apply` does on the host. The average reads its weight from the device."""
-        updater, average, proportions = self._updater, self._updater.average, self._module.proportions
+        """What differs between steps comes from memory on the device."""
+        keys, proportions = self._draw.keys, self._module.proportions
         with ExitStack() as kept:
             kept.callback(setattr, self._draw, "captured", None)
             self._draw.captured = noise
-            if rows is not None:
-                _set(kept, vars(self._draw.keys), given=rows)
-            _set(kept, vars(updater), learning_rate=None, scheduler=None, before_update=None)
-            if average is not None and average.warmup and self._scalars is not None:
-                _set(kept, vars(average), device_weight=self._scalars[0])
+            if keys is not None and rows is not None:
+                kept.enter_context(keys.reading(rows))
             if capturing:
-                _set(kept, vars(proportions), warn=None)  # it would read a value
+                kept.enter_context(proportions.unheard())  # it would read a value
                 for group in self._groups:
                     if "capturable" in group:  # torch asks for it, although fused kernels need no change
                         _set(kept, group, capturable=True)
@@ -328,13 +345,10 @@ def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
     owner.update(values)
 
 
-def _check(updater: OptimizerUpdate) -> None:
-    """Raise TrainError if the optimizer or a callback runs on the host in every step."""
-    if updater.on_gradients is not None:
-        raise TrainError(
-            "graph-and-callback",
-            "A callback has on_gradients, which graph: true can't call.",
-            why="a graph replays the whole step without Python, so there is no point between backward and update",
-            fix="use clip_norm or clip_value, or hooks on parameters (captured like any operation), or remove graph",
-        )
-    require_capturable(updater.optimizer, waits=updater.waits)
+def _callback_error() -> TrainError:
+    return TrainError(
+        "graph-and-callback",
+        "A callback has on_gradients, which graph: true can't call.",
+        why="a graph replays the whole step without Python, so there is no point between backward and update",
+        fix="use clip_norm or clip_value, or hooks on parameters (captured like any operation), or remove graph",
+    )

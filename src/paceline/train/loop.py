@@ -22,7 +22,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.loader import Loader, MicroBatch
-from paceline.parallel.sync.local_steps import LocalSteps
 from paceline.run.history import Record
 from paceline.train.callbacks import Callbacks, Epoch, Step
 from paceline.train.checkpointing.run_handle import TrainProgress
@@ -220,12 +219,12 @@ class Job:
 
 def run(job: Job) -> None:
     """Train until the data or the actions end it."""
-    with job.engine.position.reading(), job.engine.graphed or nullcontext():
+    with job.engine.position.reading(), job.engine.hooks.captured or nullcontext():
         _run(job)
 
 
 def _run(job: Job) -> None:
-    stepper = job.engine.graphed or job.engine.stepper
+    stepper = job.engine.hooks.captured or job.engine.stepper
     position, telemetry = job.engine.position, job.engine.telemetry
     recorder, actions = job.recorder, job.actions
     telemetry.begins(position.step)
@@ -260,14 +259,14 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     """Update the parameters after `micro`, the last micro-batch of its step."""
     engine = job.engine
     weights, updater = engine.stepper.weights, engine.updater
-    if engine.graphed is not None:
-        norm = engine.graphed.take()
+    if engine.hooks.captured is not None:
+        norm = engine.hooks.captured.take()
     else:
+        for complete in engine.hooks.all_backwards:
+            complete()
         for hook in engine.hooks.on_losses:
             hook(weights.losses)
         factor = weights.factor() if weights.data_weighted else weights.constant_factor
-        for reduced in engine.hooks.on_reduced:
-            reduced(micro.step)
         norm = updater.apply(micro.step, factor)
     engine.position.step = job.recorder.display.completed = step = micro.step + 1
     engine.telemetry.heartbeat.at(step)
@@ -275,10 +274,11 @@ def take_step(job: Job, micro: MicroBatch) -> None:
         job.recorder.own_time.stepped(job.recorder.waited)
     lr, parts, samples = updater.lr, weights.losses, micro.step_samples
     job.recorder.pending.append((step, micro.epoch, lr, samples, parts, weights.means, norm, updater.skipped))
-    if engine.local_steps is not None:
-        _after_local_step(job, engine.local_steps)
+    for values in engine.hooks.values:
+        for name, value in values().items():
+            job.recorder.log(name, value)
     for after in engine.hooks.after_step:
-        after(step)
+        after(step, updater.stepped)
     if weights.metrics:
         job.recorder.log_metrics(weights.metrics)
     if job.on_step:
@@ -288,12 +288,3 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     weights.losses = []
     if weights.data_weighted or weights.metrics:
         engine.stepper.reset()
-
-
-def _after_local_step(job: Job, local_steps: LocalSteps) -> None:
-    """After a round, all replicas have the same weights."""
-    if local_steps.spread is not None:
-        job.recorder.log("replica_spread", local_steps.spread)
-        local_steps.spread = None
-        if job.engine.replicas is not None:
-            job.engine.replicas.after_round()

@@ -27,20 +27,20 @@ from paceline.parallel.data_parallel import Reduce, broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record
 from paceline.train import first_step, loop, oom, recipe_objects, trainer_kwargs
-from paceline.train.callbacks import Callbacks, End, Failed, Start, gradient_hook
+from paceline.train.build_engine import build_engine
+from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
 from paceline.train.checkpointing.restorer import Restorer
 from paceline.train.checkpointing.saver import Saver
-from paceline.train.checks import nonfinite, preflight
+from paceline.train.checks import preflight
 from paceline.train.checks.wrapped_model import check_comm_hook
 from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
-from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
+from paceline.train.features import nonfinite
 from paceline.train.loaders import Loaders
 from paceline.train.loop import StepActions
-from paceline.train.lr import LearningRate
 from paceline.train.oom import BatchSizeFinder
 from paceline.train.random_numbers import dropout_rows
 from paceline.train.rank_poll import Interrupted, RankPoll, Signals
@@ -127,9 +127,9 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         values["metrics"], functions = split_metrics(metrics)
         config = Config.from_dict(values, origin=KEYWORDS)
         hook = check_comm_hook(comm_hook, comm_state)
-        measured = build_metrics(config, functions, model, criterion)
-        task = UserObjects(optimizer, loss_fn, criterion, scheduler, measured, collate_fn, hook)
-        self._set_up(config, model, task, callbacks, device)
+        called, measured = Callbacks(callbacks), build_metrics(config, functions, model, criterion)
+        task = UserObjects(optimizer, loss_fn, criterion, scheduler, measured, collate_fn, hook, called)
+        self._set_up(config, model, task, device)
 
     @classmethod
     def from_config(
@@ -162,26 +162,24 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         trainer = cls.__new__(cls)
         config, notes = drop_inherited_options(config)
         model = model or recipe_objects.build_model(config)
-        task = UserObjects(metrics=build_metrics(config, metrics, model), notes=notes)
-        trainer._set_up(config, model, task, callbacks, config.device)
+        called, measured = Callbacks(callbacks), build_metrics(config, metrics, model)
+        task = UserObjects(metrics=measured, callbacks=called, notes=notes)
+        trainer._set_up(config, model, task, config.device)
         return trainer
 
-    def _set_up(
-        self, config: Config, model: nn.Module, task: UserObjects, callbacks: Sequence[Any], device: DeviceLike
-    ) -> None:
-        self._callbacks = Callbacks(callbacks)
+    def _set_up(self, config: Config, model: nn.Module, task: UserObjects, device: DeviceLike) -> None:
+        self._callbacks = task.callbacks
         # Before the engine initializes CUDA.
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
-        self._engine = engine = Engine(config, model, task, device)
-        self.world, self.model = engine.world, engine.model
-        self.optimizer, self.scaler = engine.bound.optimizer, engine.scaler
-        engine.updater.on_gradients = gradient_hook(self._callbacks, engine)
-        self._rates = LearningRate(config, engine.updater, task.scheduler, owns_optimizer=not engine.bound.is_users)
+        self._engine = engine = build_engine(config, model, task, device)
+        self.world, self.model = engine.world, engine.parts.model
+        self.optimizer, self.scaler = engine.bound.optimizer, engine.bound.scaler
+        self._rates = engine.features.schedule
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
-        about = (engine.world, engine.log, engine.model, engine.position)
+        about = (engine.world, engine.log, engine.parts.model, engine.position)
         self._run = run_handle.open(config, *about, engine.telemetry.opened)
         self._weights = weights_view(engine)
-        state = training_state(engine, self._weights, self._rates, self._policy, self._callbacks)
+        state = training_state(engine, self._weights, self._policy, self._callbacks)
         self._saver = Saver(engine, state, self._run, self._callbacks)
         self._restorer = Restorer(engine, state, self._run, self._saver, self._rates)
         self._loaders = Loaders(engine, finder)
@@ -285,8 +283,8 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
                 sinks.close()
                 self._saver.close()
                 self._run.close(self.config)
-            if self._engine.local_steps is not None and not poll.request:
-                self._engine.local_steps.average()
+            for end in self._engine.hooks.end if not poll.request else ():
+                end()
             broadcast_buffers(self.model, self._engine.mesh)
             if poll.request:
                 signals.end(poll.request)
@@ -365,8 +363,8 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         self._saver.save_last(step)
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
-        engine = self._engine
-        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
+        engine, features = self._engine, self._engine.features
+        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, features.replicas, features.rates)
         return Recorder(history, sinks, display, *parts)
 
     def _evaluated(self, recorder: Recorder, val: Any, poll: RankPoll, step: int, epoch: int, due: bool) -> str | None:
@@ -387,7 +385,8 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         if loader is not None and loader.repeatable:
             micros = engine.ready(loader.micros(record["step"] - 1, None))
         seen = seen and not self.config.fixed_order  # the loss of a step is then that of all ranks
-        error = nonfinite.report(record, engine.module, micros, engine.draw, engine.watch, seen=seen)
+        error = nonfinite.report(record, engine.parts.module, micros, engine.draw, seen=seen)
+        engine.reset_features()
         if self.config.nonfinite == "raise" or not may_stop:
             raise error
         engine.log.warning(str(error))

@@ -20,6 +20,7 @@ from paceline.config.validation import explain_argument
 from paceline.models.model_call import stateful
 from paceline.models.usage_errors import check_criterion, check_model
 from paceline.parallel.data_parallel import CommHook
+from paceline.train.callbacks import Callbacks
 from paceline.train.checks.unsupported import check_optimizer, check_scheduler
 
 Kind = TypeVar("Kind", bound=type)
@@ -38,6 +39,7 @@ class UserObjects:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     collate_fn: Callable[[list[Any]], Any] | None = None
     comm_hook: CommHook | None = None
+    callbacks: Callbacks = field(default_factory=lambda: Callbacks(()))
     notes: Sequence[str] = ()  # about the recipe, for the log
 
     @property

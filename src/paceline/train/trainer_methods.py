@@ -188,7 +188,7 @@ class TrainerMethods(CustomLoopMethods):
     def _measure(self, sets: Mapping[str, Any], reading: Reading = iter) -> dict[str, float]:
         """What an evaluation records: with the averaged weights as well, if there are any."""
         values = self._evaluation(sets, reading).values
-        if self._engine.average is not None:
+        if self._weights.has_average:
             with self.ema_weights():
                 averaged = self._evaluation(sets, reading).values
             values = values | {f"ema_{name}": value for name, value in averaged.items()}
@@ -199,9 +199,11 @@ class TrainerMethods(CustomLoopMethods):
         for prefix, data in sets.items():
             loader = self._loaders.evaluation(data)
             micros = reading(engine.ready(loader.micros(0, 1)))
-            metrics = (engine.task.metrics, loader.samples, self._warn_once)
+            metrics = (engine.user.metrics, loader.samples, self._warn_once)
             with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights_to_evaluate():
-                found[prefix] = evaluate.evaluate(engine.module, micros, engine.mesh, engine.config.seed, *metrics)
+                found[prefix] = evaluate.evaluate(
+                    engine.parts.module, micros, engine.mesh, engine.config.seed, *metrics
+                )
         return evaluate.joined(found)
 
     def predict(self, data: Any) -> Any:
@@ -222,7 +224,7 @@ class TrainerMethods(CustomLoopMethods):
         """
         micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
         with oom.explain_out_of_memory(self._engine, self._loaders.plan), self._weights_to_evaluate():
-            return evaluate.predict(self._engine.module, micros, self._engine.mesh, self._engine.config.seed)
+            return evaluate.predict(self._engine.parts.module, micros, self._engine.mesh, self._engine.config.seed)
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Record a value; the next log point writes its mean over steps and ranks.

@@ -8,22 +8,21 @@ If replicas train apart (`sync: {every: …}`), these are means over replicas, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
 from paceline.errors import TrainError
-from paceline.optim.ema import Ema
 from paceline.parallel.data_parallel import broadcast_buffers
 from paceline.parallel.shards import gather_full_tensors
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.method_check import require_same_method
-from paceline.train.engine import Engine
-from paceline.train.sync_setup import ReplicaAverage
+
+if TYPE_CHECKING:
+    from paceline.train.engine import Engine
 
 
 def _no_average() -> NoReturn:
@@ -41,8 +40,14 @@ class WeightsView:
     entries: Callable[..., dict[str, Any]]
     # A context manager in which the model has the weights that leave the run; None if it always has them.
     swapped: Callable[[], AbstractContextManager[None]] | None = None
+    # The means over replicas of tensors by name; None if replicas have the same.
+    means: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
     # A context manager in which it has the averaged (EMA) weights.
     averaged: Callable[[], AbstractContextManager[None]] = _no_average
+
+    @property
+    def has_average(self) -> bool:
+        return self.averaged is not _no_average
 
     def evaluated(self) -> AbstractContextManager[None]:
         """Context manager in which the model has these weights, and the same buffers on all ranks, to be evaluated."""
@@ -64,16 +69,7 @@ class WeightsView:
 
 
 def weights_view(engine: Engine) -> WeightsView:
-    replicas = engine.replica_average
-    view = WeightsView(engine.model, engine.mesh, engine.bound.held is not None, engine.model.state_dict)
-    if replicas is not None:
-        view = replace(view, swapped=replicas.swapped)
-    return view if engine.average is None else replace(view, averaged=partial(_averaged, engine.average, replicas))
-
-
-def _averaged(average: Ema, replicas: ReplicaAverage | None) -> AbstractContextManager[None]:
-    if replicas is None:
-        return average.swapped()
-    require_same_method()
-    # The EMA is linear: the mean of the replicas' EMAs is the EMA of their mean weights.
-    return average.swapped(replicas.of(average.state_dict()))
+    view = WeightsView(engine.parts.model, engine.mesh, engine.bound.held is not None, engine.parts.model.state_dict)
+    for change in engine.hooks.view:
+        view = change(view)
+    return view

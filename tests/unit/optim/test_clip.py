@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.optim.clip import clip, total_norm
+from paceline.optim.clip import StepGradients, total_norm
 
 SHAPES = [(4, 3), (3,), (), (2, 3, 2), (0, 4)]
 
@@ -25,6 +25,12 @@ def parameters(values: list[Tensor]) -> list[nn.Parameter]:
     for parameter, value in zip(made, values, strict=True):
         parameter.grad = value.clone()
     return made
+
+
+def clip(values: list[Tensor], norm: float | None, value: float | None) -> Tensor | None:
+    gradients = StepGradients(0, values)
+    gradients.clip(norm, value)
+    return gradients.known_norm
 
 
 def assert_same(values: list[Tensor], reference: list[nn.Parameter]) -> None:
@@ -54,31 +60,50 @@ def test_clipping_by_value_is_torchs(dtypes: tuple[torch.dtype, ...]) -> None:
     assert max(value.abs().max().item() for value in values if value.numel()) == 1.5
 
 
-def test_value_comes_before_norm_and_the_norm_returned_is_between_them() -> None:
+def test_value_comes_before_norm_and_the_norm_that_is_kept_before_both() -> None:
     values = gradients(torch.float64)
     reference = parameters(values)
+    norm = total_norm(values)
     nn.utils.clip_grad_value_(reference, 1.5)
-    expected = nn.utils.clip_grad_norm_(reference, 2.0)
+    nn.utils.clip_grad_norm_(reference, 2.0)
     found = clip(values, 2.0, 1.5)
     assert found is not None
-    torch.testing.assert_close(found, expected)
+    assert torch.equal(found, norm)
     assert_same(values, reference)
     torch.testing.assert_close(total_norm(values), torch.tensor(2.0, dtype=torch.float64), rtol=1e-5, atol=0.0)
 
 
-def test_a_known_norm_is_believed() -> None:
+def test_the_norm_is_computed_once() -> None:
+    calls: list[int] = []
+
+    def norm_of(values: list[Tensor]) -> Tensor:
+        calls.append(len(values))
+        return torch.tensor(10.0)
+
     values = [torch.tensor([3.0, 4.0])]
-    known = torch.tensor(10.0)
-    assert clip(values, 1.0, None, known) is known
-    assert known.item() == 10.0
+    found = StepGradients(0, values, norm_of)
+    assert found.norm() is found.norm() and found.norm().item() == 10.0
+    found.clip(1.0, None)
+    assert calls == [1] and found.norm().item() == 10.0
     torch.testing.assert_close(values[0], torch.tensor([0.3, 0.4]))
 
 
-def test_a_known_norm_does_not_hold_after_clipping_by_value() -> None:
+def test_the_norm_does_not_hold_after_clipping_by_value() -> None:
     values = [torch.tensor([30.0, 4.0])]
-    found = clip(values, 1.0, 3.0, total_norm(values))
-    torch.testing.assert_close(found, torch.tensor(18.0).sqrt())
+    found = StepGradients(0, values)
+    assert found.norm().item() == pytest.approx(916**0.5)
+    found.clip(1.0, 3.0)
+    assert found.norm().item() == pytest.approx(916**0.5)
     torch.testing.assert_close(values[0], torch.full((2,), 0.5).sqrt())
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(0.25, dtype=torch.float64)])
+def test_a_factor_keeps_the_dtypes(dtypes: tuple[torch.dtype, ...], factor: Tensor | float) -> None:
+    values = gradients(*dtypes)
+    expected = [value * 0.25 for value in values]
+    StepGradients(0, values).multiply(factor)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(values, expected, strict=True))
 
 
 def test_float64_gradients_have_a_float64_norm() -> None:
@@ -103,6 +128,7 @@ def test_without_limits_nothing_happens() -> None:
 
 def test_no_gradients_have_a_norm_of_zero() -> None:
     assert total_norm([]).item() == 0.0
+    StepGradients(0, []).multiply(2.0)
     found = clip([], 1.0, 1.0)
     assert found is not None
     assert found.item() == 0.0

@@ -15,7 +15,7 @@ import tiny
 from graph_on_cpu import GraphsOnCpu
 from paceline.errors import LayoutError, TrainError
 from paceline.train import cuda_graphs
-from paceline.train.checks.nonfinite import NonfiniteGuard
+from paceline.train.features.nonfinite import NonfiniteGuard
 from worlds import ranks
 
 

@@ -32,7 +32,7 @@ def last_layer_only(view: WeightsView) -> WeightsView:
 
 
 def state_through(one: Any, change: Callable[[WeightsView], WeightsView]) -> TrainingState:
-    return training_state(one._engine, change(weights_view(one._engine)), one._rates, one._policy, one._callbacks)
+    return training_state(one._engine, change(weights_view(one._engine)), one._policy, one._callbacks)
 
 
 def save(folder: Path, state: TrainingState) -> None:

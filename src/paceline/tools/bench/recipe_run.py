@@ -66,7 +66,7 @@ def measure(recipe: Mapping[str, Any], steps: int, *, predicts: bool) -> dict[st
         "strategy": engine.layout.strategy,
         "separate": isinstance(engine.parts.forward, DynamicDDP)
         or isinstance(engine.stepper, SlicedStep)
-        or engine.local_steps is not None,
+        or engine.mesh.local_replicas > 1,
         "batch": run.batch,
         "memory": collectives.all_gather_object(process_memory(world.device)[1]),
         "unpredictable": why,
@@ -155,7 +155,7 @@ def _omit_reduction(trainer: TimedTrainer) -> None:
     """Let DDP fill its buckets, and keep the gradients of this rank in them."""
     replicas = trainer._engine.parts.forward
     assert isinstance(replicas, DynamicDDP)
-    trainer._engine.replicas = None  # their weights will differ
+    trainer._engine.features.replicas = None  # their weights will differ
     trainer.align = collectives.barrier  # ranks begin each step together, as with communication
 
     def keep(bucket: GradBucket) -> torch.futures.Future[Tensor]:

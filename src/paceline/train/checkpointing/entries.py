@@ -6,65 +6,56 @@
     optimizer-values/<name>/<key>    and plain numbers
     compression/…, comm-state/…      what reduces gradients: see features/compress.py
     random/rank-<r>/<generator>      random state of each rank
-    outer/…, replicas/<r>/…          of replicas that train apart: see sync_state.py
+    outer/…, replicas/<r>/…          of replicas that train apart: see features/local_steps.py
 
-To checkpoint another part, add a `StateEntry` to `training_state`.
+To checkpoint another part, add a `StateEntry` to `training_state`, or to the hooks of a feature.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from paceline.checkpoint.export import PretrainedFiles, is_pretrained
-from paceline.checkpoint.state import StateEntry, Stateful, TrainingState
+from paceline.checkpoint.state import StateEntry, TrainingState
 from paceline.runtime import rng
 from paceline.train.callbacks import Callbacks
-from paceline.train.checkpointing.model_state import EmaState, ModelState
+from paceline.train.checkpointing.model_state import ModelState
 from paceline.train.checkpointing.optimizer_state import OptimizerState
-from paceline.train.checkpointing.sync_state import ReplicaScaler, RoundState, replica_place
 from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.first_step import BucketSizeState
-from paceline.train.lr import LearningRate
 from paceline.train.weights_view import WeightsView
 
+_ORDER = (  # of entries in the manifest, and of applying them: others may depend on weights
+    "model", "ema", "optimizer", "scaler", "plateau", "scheduler", "position", "outcome", "callbacks",
+    "compression", "comm-state", "random", "criterion", "bucket_mb", "huggingface", "outer", "replica-scaler",
+)  # fmt: skip
 
-def training_state(
-    engine: Engine, view: WeightsView, rates: LearningRate, policy: EvaluationPolicy, callbacks: Callbacks
-) -> TrainingState:
-    """All entries of a checkpoint. Weights come first, because other entries may depend on them."""
+
+def training_state(engine: Engine, view: WeightsView, policy: EvaluationPolicy, callbacks: Callbacks) -> TrainingState:
+    """All entries of a checkpoint; those of features that are not in `_ORDER` come last."""
     entries = [
         StateEntry("model", ModelState(engine, view), scope="weights", volatile=False),
-        StateEntry("ema", EmaState(engine), scope="weights", volatile=False),
         StateEntry("optimizer", OptimizerState(engine), volatile=False),
-        StateEntry("scaler", OptionalState(engine.scaler)),
-        StateEntry("plateau", OptionalState(rates.plateau)),
-        StateEntry("scheduler", SchedulerState(rates)),
         StateEntry("position", engine.position),
         StateEntry("outcome", policy),
         StateEntry("callbacks", callbacks),
-        *engine.reduction.state(engine.world, engine.log),
         StateEntry("random", RandomState(engine), per_rank=True),
+        *engine.hooks.state,
     ]
-    if (criterion := engine.task.stateful_loss) is not None:
+    if (criterion := engine.user.stateful_loss) is not None:
         entries.append(StateEntry("criterion", CriterionState(criterion), if_absent="keep"))
     if engine.config.ddp.bucket_mb == "auto":
         entries.append(StateEntry("bucket_mb", BucketSizeState(engine), if_absent="keep"))
-    if is_pretrained(engine.model):
-        entries.append(StateEntry("huggingface", PretrainedFiles(engine.model), if_absent="keep"))
-    place = None
-    if engine.local_steps is not None:
-        entries.append(StateEntry("outer", RoundState(engine, engine.local_steps), volatile=False))
-        place = replica_place(engine)
-        if engine.scaler.is_enabled():
-            scaler = ReplicaScaler(engine.scaler)
-            entries.append(StateEntry("replica-scaler", scaler, per_rank=True, if_absent="keep"))
-    layout = engine.layout_facts()
-    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=place)
+    if is_pretrained(engine.parts.model):
+        entries.append(StateEntry("huggingface", PretrainedFiles(engine.parts.model), if_absent="keep"))
+    entries.sort(key=lambda entry: _ORDER.index(entry.key) if entry.key in _ORDER else len(_ORDER))
+    layout, average = engine.layout_facts(), engine.features.replica_average
+    replica = None if average is None else average.place
+    return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=replica)
 
 
 class CriterionState:
@@ -78,56 +69,6 @@ class CriterionState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._criterion.load_state_dict(state, strict=False)
-
-
-class OptionalState:
-    """A part that some runs do not have. It is saved as None, which leaves the part unchanged when loaded."""
-
-    def __init__(self, part: Stateful | None) -> None:
-        self._part = part
-
-    def state_dict(self) -> Any:
-        return None if self._part is None else self._part.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        if self._part is not None and state:
-            self._part.load_state_dict(state)
-
-
-class SchedulerState:
-    """The state of the LR scheduler, without functions (LambdaLR), which the user passes again."""
-
-    def __init__(self, rates: LearningRate) -> None:
-        self._rates = rates
-
-    def state_dict(self) -> Any:
-        return None if self._rates.scheduler is None else _without_functions(self._rates.scheduler.state_dict())
-
-    def load_state_dict(self, state: Any) -> None:
-        scheduler = self._rates.scheduler
-        if scheduler is not None and state:
-            own = scheduler.state_dict()
-            known = {key: value for key, value in state.items() if key in own}  # it may be of another class
-            scheduler.load_state_dict({**own, **_with_counters(known, own)})
-
-
-def _without_functions(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_functions(inner) for key, inner in value.items() if not callable(inner)}
-    if isinstance(value, (list, tuple)):
-        return [_without_functions(inner) for inner in value if not callable(inner)]
-    return value
-
-
-def _with_counters(saved: Any, own: Any) -> Any:
-    """MultiStepLR requires a Counter, also inside a SequentialLR."""
-    if isinstance(own, Counter):
-        return Counter(saved)
-    if isinstance(saved, dict) and isinstance(own, dict):
-        return {key: _with_counters(value, own.get(key)) for key, value in saved.items()}
-    if isinstance(saved, list) and isinstance(own, list) and len(saved) == len(own):
-        return [_with_counters(*pair) for pair in zip(saved, own, strict=True)]
-    return saved
 
 
 class RandomState:

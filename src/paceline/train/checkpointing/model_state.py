@@ -1,9 +1,9 @@
-"""The model and EMA weights, as parts of a checkpoint."""
+"""The model, as a part of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -12,13 +12,14 @@ from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.errors import CheckpointError
-from paceline.optim.ema import Ema
 from paceline.parallel.shards import local_shard
 from paceline.run.folder import CONFIG
 from paceline.runtime.serialization import to_json
 from paceline.text import listed
-from paceline.train.engine import Engine
 from paceline.train.weights_view import WeightsView
+
+if TYPE_CHECKING:
+    from paceline.train.engine import Engine
 
 Shape = tuple[int, ...]
 _SHOWN = 20  # names in an error
@@ -34,21 +35,21 @@ class ModelState(ShardedStateful):
 
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
-        if unsaved := engine.module.unsaved:
-            engine.module.unsaved = []  # said once
+        if unsaved := engine.parts.module.unsaved:
+            engine.parts.module.unsaved = []  # said once
             engine.log.warning(
                 f"the forward keeps {', '.join(unsaved[:4])} in plain attributes for the next one; they are not saved: "
                 "a resumed run starts without them; register buffers, or implement get_extra_state"
             )
-        trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
-        modules = engine.model.modules()
+        trained = {id(p) for p in engine.parts.model.parameters() if p.requires_grad}
+        modules = engine.parts.model.modules()
         # Modified by a forward (nn.Embedding's max_norm).
         renormed = {id(module.weight) for module in modules if getattr(module, "max_norm", None) is not None}
         paths: dict[int, str] = {}
         extra: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         copies = engine.parts.tied_copies
-        is_first = (engine.mesh.data_rank if engine.replica_average is None else engine.mesh.coords["shard"]) == 0
+        is_first = (engine.mesh.data_rank if engine.mesh.local_replicas == 1 else engine.mesh.coords["shard"]) == 0
         for name, value in self._view.entries(keep_vars=True).items():
             path = f"model/{name}"
             if not isinstance(value, Tensor):
@@ -82,7 +83,7 @@ class ModelState(ShardedStateful):
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
         """Load parameters and buffers in place, and everything else in the state dict (extra state, copies made by
         hooks) with the model's `load_state_dict`."""
-        model = self._engine.model
+        model = self._engine.parts.model
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         others = dict(values)
         for name, tensor in self._saved_names().items():
@@ -135,39 +136,6 @@ def other_model(source: str, difference: str) -> CheckpointError:
         f"{source} does not match the model: {difference}.",
         fix=f"build the model with the options it was saved with ({CONFIG} in the run folder)",
     )
-
-
-class EmaState(ShardedStateful):
-    """The EMA weights, if the run has any. Those missing in a checkpoint are initialized from its weights."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._parameters = dict(engine.model.named_parameters())  # those that are averaged
-
-    def sharded_state(self) -> ShardedState:
-        average, copies, state = self._engine.average, self._engine.parts.tied_copies, ShardedState()
-        for name, tensor in {} if average is None else average.state_dict().items():
-            if name not in copies:
-                state.tensors[f"ema/{name}"] = shard_of(tensor, self._parameters[name])
-        return state
-
-    def read_targets(self, checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-        average = self._engine.average
-        if average is None:
-            return {}
-        return {path: self._parameters[name] for name, path in self._paths(average, checkpoint).items()}
-
-    def _paths(self, average: Ema, checkpoint: Checkpoint) -> dict[str, str]:
-        """The path that each average is read from."""
-        copies = self._engine.parts.tied_copies
-        saved = {name: copies.get(name, name) for name in average.state_dict()}
-        has = checkpoint.manifest.entry
-        return {name: f"{'model' if has(f'ema/{own}') is None else 'ema'}/{own}" for name, own in saved.items()}
-
-    def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
-        average = self._engine.average
-        if average is not None:
-            average.load_state_dict({name: tensors[path] for name, path in self._paths(average, checkpoint).items()})
 
 
 def shard_of(tensor: Tensor, like: Tensor | None = None) -> LocalShard:

@@ -13,10 +13,10 @@ from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.state import ShardedState, ShardedStateful, targets_below
 from paceline.errors import CheckpointError
+from paceline.optim.fused import is_fused
 from paceline.parallel.shards import as_dtensor_like, local_shard
 from paceline.runtime.serialization import to_json
 from paceline.train.checkpointing.model_state import shard_of
-from paceline.train.checks.nonfinite import is_fused
 from paceline.train.checks.run_setup import SWITCHES
 from paceline.train.engine import Engine
 

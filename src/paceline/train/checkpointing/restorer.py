@@ -21,7 +21,7 @@ from paceline.checkpoint.transfer import fetch
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.optim.optimizers import reset_state
-from paceline.parallel.shards import copy_shard_, local_shard
+from paceline.parallel.shards import copy_shard_
 from paceline.run.folder import BEST, CONFIG, RunFolder, short
 from paceline.run.folder import require_exists as require_path
 from paceline.run.jsonl import truncate_after
@@ -32,10 +32,10 @@ from paceline.text import flatten, plural
 from paceline.train.checkpointing.model_state import require_same_names
 from paceline.train.checkpointing.run_handle import SETUP, TOGETHER, RunHandle, checkpoint_to_resume, open_runs
 from paceline.train.checkpointing.saver import UNRECORDED, Saver, few_steps, require_own_weights
-from paceline.train.checkpointing.sync_state import report_other_replicas
 from paceline.train.checks.run_setup import COUNTERS
 from paceline.train.engine import Engine
-from paceline.train.lr import LearningRate
+from paceline.train.features.local_steps import report_other_replicas
+from paceline.train.features.schedule import LearningRate
 
 # Keys that do not affect training.
 _NOT_TRAINING = {
@@ -130,9 +130,7 @@ class Restorer:
         self._run.parent, self._position = parent, dict(position)
         self._run.data = {key: value for key, value in position.items() if key not in (SETUP, TOGETHER)}
         self._engine.setup.keep_data(position.get(SETUP, {}))
-        self._engine.updater.lr = 0.0  # none was used yet
-        if self._engine.watch is not None:
-            self._engine.watch.reset()
+        self._engine.reset_features()
 
     def _log_recipe_changes(self, recipe: Mapping[str, Any]) -> None:
         """A resumed run uses the current recipe, so differences from the saved one are logged."""
@@ -143,7 +141,7 @@ class Restorer:
         if changed:
             details = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
             self._engine.log.info(f"recipe changed since this checkpoint: {details}")
-        if before.get("ema.decay") is not None and self._engine.average is None:
+        if before.get("ema.decay") is not None and self._engine.features.average is None:
             self._engine.log.warning("changed since this checkpoint: no ema; the averaged weights are discarded")
 
     def _ranks_without(self, at: Address) -> list[int]:
@@ -161,8 +159,8 @@ class Restorer:
     def _apply(self, loaded: LoadedState, weights_only: bool) -> None:
         engine, manifest = self._engine, loaded.checkpoint.manifest
         if weights_only:
-            self._state.apply(loaded)
             self._start_over()
+            self._state.apply(loaded)
             return
         engine.position.step, engine.position.epoch = manifest.step, manifest.epoch
         saved = loaded.values.get("scheduler")
@@ -170,7 +168,6 @@ class Restorer:
             counters = {key: saved[key] for key in COUNTERS if key in saved}
             loaded = replace(loaded, values={**loaded.values, "scheduler": counters})
         self._state.apply(loaded)
-        engine.updater.keep_buffers()
         if not manifest.optimizer:
             reset_state(engine.bound.optimizer)
             if loaded.values["scheduler"]:  # the reset optimizer does not have its rates yet
@@ -180,23 +177,18 @@ class Restorer:
         """Start at step 0 with the loaded weights."""
         reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
-        self._engine.reduction.reset()
-        if self._engine.local_steps is not None:
-            self._engine.local_steps.load_state_dict({})
+        for restart in self._engine.hooks.restart:
+            restart()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load weights saved by another program, and start at step 0."""
         loaded = run_on_all_ranks(lambda: self._load_external(path), f"Loading {path}")
-        for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
+        for name, tensor in self._engine.parts.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and name in loaded.weights:  # otherwise it is tied to one that is
                 copy_shard_(tensor, loaded.weights[name])
         self._start_over()
         self._continue_from(None, {})
         self.loaded = LoadedFrom(str(path))
-        average = self._engine.average
-        if average is not None:
-            parameters = dict(self._engine.model.named_parameters())
-            average.load_state_dict({name: local_shard(parameters[name]) for name in average.state_dict()})
         return loaded.metadata
 
     def _load_external(self, path: Path) -> external.ExternalWeights:
@@ -208,7 +200,7 @@ class Restorer:
         return loaded
 
     def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
-        own = self._engine.model.state_dict()
+        own = self._engine.parts.model.state_dict()
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         fitting = sum(1 for name, tensor in own.items() if shapes.get(name) == tensor.shape)
         first = next(iter(weights), "")
@@ -223,7 +215,7 @@ class Restorer:
         )
 
     def _require_names(self, path: Path, loaded: external.ExternalWeights) -> None:
-        own = self._engine.model.state_dict(keep_vars=True)
+        own = self._engine.parts.model.state_dict(keep_vars=True)
         present = {id(tensor) for name, tensor in own.items() if name in loaded.weights}
         needed = {
             name: tuple(tensor.shape)

@@ -21,9 +21,10 @@ from paceline.runtime.consistency import run_on_all_ranks
 from paceline.runtime.method_check import Departures, require_same_method
 from paceline.train.callbacks import Callbacks, Saved
 from paceline.train.checkpointing.run_handle import SETUP, RunHandle
-from paceline.train.checkpointing.sync_state import with_means
 from paceline.train.checks.preflight import versions
 from paceline.train.engine import Engine
+from paceline.train.features.local_steps import with_means
+from paceline.train.hooks import Hooks
 
 _TOLERATED_FAILURES = 2
 _SHORT_WAIT = 32 << 20  # bytes of a rank: writing them takes a moment, so each is saved at its step
@@ -47,9 +48,9 @@ class Saver:
         self._failures = 0
         self.last_cost: SaveResult | None = None
         # Whether no rank has all of the weights: parameters are sharded, or replicas train apart.
-        self._in_parts = engine.bound.held is not None or engine.replica_average is not None
+        self._in_parts = engine.bound.held is not None or engine.features.replica_average is not None
         # Whether no rank has all of the state: nor does it, if what reduces gradients has its own on each.
-        self._together = self._in_parts or (engine.world.size > 1 and engine.reduction.is_saved)
+        self._together = self._in_parts or (engine.world.size > 1 and engine.features.reduction.is_saved)
         self._final = Departures(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
         if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
@@ -75,13 +76,13 @@ class Saver:
 
     def _capture(self, *, planned: bool = False) -> Snapshot:
         """The state of a scheduled save. Collective."""
-        snapshot, average = run_on_all_ranks(self._state.capture, "Saving"), self._engine.replica_average
+        snapshot, average = run_on_all_ranks(self._state.capture, "Saving"), self._engine.features.replica_average
         return snapshot if average is None else with_means(snapshot, average, planned=planned)
 
     @property
     def can_plan(self) -> bool:
         """Whether the optimizer has its state: fp16 skips the first steps, until the loss scale is low enough."""
-        return bool(self._engine.bound.optimizer.state) or not self._engine.scaler.is_enabled()
+        return bool(self._engine.bound.optimizer.state) or not self._engine.bound.scaler.is_enabled()
 
     def _open_writer(self) -> Writer:
         self._writer = self._writer or Writer(self.group(), without_access=self._run.without_access)
@@ -129,7 +130,7 @@ class Saver:
                 after=partial(self._committed, store, best),
             )
         self._pending_step = self._saved = step
-        self._engine.updater.before_update = self.wait_for_copy
+        self._engine.hooks.set(Hooks(name="saver", before_update=lambda step: self.wait_for_copy()))
 
     def _describe(self, snapshot: Snapshot, include_optimizer: bool, *, recorded: bool = True) -> Description:
         engine = self._engine
@@ -172,7 +173,7 @@ class Saver:
 
     def wait_for_copy(self) -> None:
         """Return when the weights may change."""
-        self._engine.updater.before_update = None
+        self._engine.hooks.set(Hooks(name="saver"))
         if self._pending is not None:
             with self._engine.telemetry.saving():
                 self._pending.wait_for_copy()
@@ -196,7 +197,7 @@ class Saver:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        self._engine.updater.before_update = None
+        self._engine.hooks.set(Hooks(name="saver"))
         telemetry = self._engine.telemetry
         try:
             with telemetry.saving():
@@ -244,11 +245,11 @@ class Saver:
             self._run.before_save()
             left_out = () if include_optimizer else ("optimizer", "outer")
             capture = partial(self._state.capture, metadata, without=left_out)
-            if engine.replica_average is None:
+            if engine.features.replica_average is None:
                 snapshot = capture()
             else:
                 snapshot = run_on_all_ranks(capture, "Saving")
-                snapshot = with_means(snapshot, engine.replica_average, own=include_optimizer)
+                snapshot = with_means(snapshot, engine.features.replica_average, own=include_optimizer)
             description = self._describe(snapshot, include_optimizer, recorded=recorded)
             writer.begin(
                 at,
@@ -270,10 +271,9 @@ class Saver:
         If the last steps are not `recorded` with the losses of all ranks, the run resumes from its last scheduled
         checkpoint and records them again, provided that this costs only a few steps."""
         engine, step, last = self._engine, self._engine.position.step, self._saved
-        watch = engine.watch
-        apart = "replicas train apart (sync.every)" if engine.replica_average is not None else ""
+        apart = "replicas train apart (sync.every)" if engine.features.replica_average is not None else ""
         store = self._run.store
-        if store is None or engine.updater.is_changing or (watch is not None and watch.tripped):
+        if store is None or engine.updater.is_changing or engine.is_blocked:
             interrupted = apart and store is not None and engine.updater.is_changing
             return f"step {step} was not saved: {apart}, and a round was interrupted" if interrupted else None
         if step == self._run.began_at:  # no step was completed in this call
@@ -329,7 +329,7 @@ def few_steps(config: Config) -> int:
 
 
 def require_own_weights(engine: Engine) -> None:
-    if engine.average is not None and engine.average.is_swapped:
+    if engine.features.average is not None and engine.features.average.is_swapped:
         raise CheckpointError(
             "inside-ema",
             "A checkpoint was saved or loaded inside trainer.ema_weights().",

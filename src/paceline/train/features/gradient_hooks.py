@@ -4,11 +4,13 @@ In a backward they would see the gradient of one micro-batch on one rank, before
 there gives another result on another number of ranks. So they are skipped in backwards, and called once per step with
 the reduced gradient of the full parameter. Handles stay valid: removing one has its usual effect.
 
+One rank without accumulation is left alone.
+
 Hooks on tensors and modules, and autograd functions, see gradients of activations. A backward usually starts from the
 gradient of a rank's own mean, because DDP and FSDP average the gradients of parameters over ranks; that of an
 activation is then larger than in one process. It makes a difference to code that is not linear: clamping, a threshold,
 a log. If `BackwardInspector` finds such code, backwards start from the gradient of the global mean instead
-(`TrainStep.start_from_global_mean`).
+(`LossWeights.start_from_global_mean`).
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
 from paceline.errors import TrainError
+from paceline.optim.clip import StepGradients
 from paceline.parallel.shards import copy_shard_
 from paceline.run.user_frame import place_of
 from paceline.runtime import collectives
+from paceline.train.features.context import FeatureContext
+from paceline.train.hooks import Hooks, HookTable
 
 # They see gradients to gather or to free parameters, or to run a forward again.
 _OF_LIBRARIES = ("torch.distributed.", "torch.utils.checkpoint", "torch._", "paceline.")
 _OBSERVING = {Tensor.register_hook, Tensor.retain_grad}
 _Hooks = MutableMapping[int, Callable[[Tensor], Tensor | None]]
+
+
+def build(context: FeatureContext) -> Hooks | None:
+    hooks = GradientHooks(context.parts.model, context.original_hooks, context.table)
+    return hooks.find() if context.world.size > 1 or context.bound.held is not None else hooks.slots()
 
 
 class DeferredHook:
@@ -53,22 +63,46 @@ def hooks_of(model: nn.Module) -> dict[str, _Hooks]:
 
 
 class GradientHooks:
-    """The deferred hooks of a model. `before`: its hooks before a layout was applied."""
+    """The hooks of a model. `before`: those that it had before a layout was applied."""
 
-    def __init__(self, model: nn.Module, before: Mapping[str, _Hooks]) -> None:
-        self._parameters = list(model.named_parameters())
-        self._found: dict[int, list[_Hooks]] = {}  # by the index of the parameter
-        for number, (name, _) in enumerate(self._parameters):
-            if name in before:
-                self._defer(number, before[name])
-        self.defer()
+    def __init__(self, model: nn.Module, before: Mapping[str, _Hooks], table: HookTable) -> None:
+        self._model, self._before, self._table = model, before, table
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._found: dict[int, list[_Hooks]] = {}  # those that are deferred, by the index of the parameter
 
-    @property
-    def any(self) -> bool:
-        return bool(self._found)
+    def begin(self, groups: int) -> None:
+        if groups > 1 or self._parameters:
+            self._table.set(self.find())
 
-    def defer(self) -> None:
-        """Find new hooks. Called before each step: 100 ns per parameter."""
+    def slots(self) -> Hooks:
+        """`on_gradients`: once there are hooks."""
+        return Hooks(
+            name="gradient_hooks",
+            begin=self.begin,
+            before_forward=self.defer if self._parameters else None,
+            on_gradients=self.apply if self._found else None,
+        )
+
+    def find(self) -> Hooks:
+        """Defer hooks from now on."""
+        if not self._parameters:
+            self._parameters = list(self._model.named_parameters())
+            for number, (name, _) in enumerate(self._parameters):
+                if name in self._before:
+                    self._defer(number, self._before[name])
+        self._find()
+        return self.slots()
+
+    def defer(self, first: bool) -> None:
+        """Find new hooks, before each step."""
+        if first:
+            known = len(self._found)
+            self._find()
+            if len(self._found) > known == 0:
+                self._table.set(self.slots())
+
+    def _find(self) -> None:
+        """100 ns per parameter."""
         for number, (name, parameter) in enumerate(self._parameters):
             hooks: Any = parameter._backward_hooks  # without a call for each parameter
             if hooks:
@@ -84,11 +118,10 @@ class GradientHooks:
         if not any(hooks is each for each in found):
             found.append(hooks)
 
-    @torch.no_grad()
-    def apply(self) -> None:
+    def apply(self, _: StepGradients) -> None:
         """Call the hooks with the gradients of the parameters, which are complete."""
         for number, found in self._found.items():
-            _, parameter = self._parameters[number]
+            parameter = self._parameters[number][1]
             for hook in [each.hook for hooks in found for each in hooks.values() if isinstance(each, DeferredHook)]:
                 gradient = parameter.grad
                 if gradient is None:

@@ -1,8 +1,9 @@
-"""Non-finite losses and gradients: which step, rank, module and samples they come from.
+"""`nonfinite`: what happens in a step with a non-finite loss or gradient, and where such a value comes from.
 
-The check never synchronizes with the GPU: losses are read at log points. Until then, under `nonfinite: raise`, the rank
-with a non-finite loss makes no further updates, so that the step can be repeated with the same parameters. Gradients
-are checked where their norm is computed: with clip_norm, and under `skip` and `stop`.
+Nothing synchronizes with the GPU, except `skip` and `stop` without a fused optimizer: losses are read at log points.
+Until then, under `raise`, the rank with a non-finite loss makes no further updates, so that the step can be repeated
+with the same parameters: `report` names the rank, the module and the samples. Gradients are checked where their norm is
+computed: with clip_norm, and under `skip` and `stop`. With the loss scale of fp16, the scaler skips steps itself.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from torch import Tensor, nn
 from paceline.data.batches import tensors_in
 from paceline.data.loader import MicroBatch
 from paceline.errors import TrainError
+from paceline.optim.clip import StepGradients
+from paceline.optim.fused import is_fused
 from paceline.parallel.fsdp import reshard_all
 from paceline.parallel.shards import local_shard
 from paceline.run.user_frame import place_of
 from paceline.runtime import collectives
 from paceline.runtime.noise import NoiseContext
 from paceline.train.checks import snapshot
+from paceline.train.features.context import FeatureContext
+from paceline.train.hooks import Hooks
 
 Record = dict[str, Any]  # of a step
 _SHOWN = 16
@@ -36,6 +41,51 @@ _FIXES = {  # part of the reason → what to do
     _TOO_LARGE: "lower the learning rate, or set clip_norm",
     _OWN_OPERATION: "keep the arguments of log, sqrt and divisions in it away from zero: clamp them, or add an eps",
 }
+
+
+def build(context: FeatureContext) -> Hooks | None:
+    config, optimizer = context.config, context.bound.optimizer
+    if config.nonfinite != "raise" and context.world.device.type != "cpu" and not is_fused(optimizer):
+        text = f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
+        context.log.info(text)
+    if context.bound.scaler.is_enabled():
+        return None
+    if config.nonfinite == "skip":
+        skip = SkipBadSteps(optimizer, on_device=next(context.parts.module.parameters()).device.type != "cpu")
+        return Hooks(name="nonfinite", on_gradients=skip.check_norm, vetoes=skip.once)
+    stops = config.nonfinite == "stop"
+    guard = NonfiniteGuard(optimizer, context.world.device, may_wait=stops)
+    return Hooks(
+        name="nonfinite",
+        # One rank may block its updates; `stop` relies on the norm, which all ranks know.
+        on_losses=None if stops else guard.check_losses,
+        on_gradients=guard.check_norm if stops or config.clip_norm is not None else None,
+        vetoes=partial(getattr, guard, "tripped"),  # in every step, without a call of Python code
+        reset=guard.reset,
+    )
+
+
+def build_buffers(context: FeatureContext) -> Hooks | None:
+    """Under `skip` and `stop`, buffers keep their last finite values: a forward with NaN changes the running statistics
+    of batch norm even if its step is skipped."""
+    raises = context.config.nonfinite == "raise"
+    kept = [(each, each.clone()) for each in context.parts.module.buffers() if each.is_floating_point() and not raises]
+    if not kept:
+        return None
+
+    @torch.no_grad()
+    def restore(step: int, stepped: bool) -> None:
+        for buffer, before in kept:
+            buffer.copy_(torch.where(torch.isfinite(buffer), buffer, before))
+            before.copy_(buffer)
+
+    @torch.no_grad()
+    def keep() -> None:
+        """Take the current values, which were just loaded, as valid."""
+        for buffer, before in kept:
+            before.copy_(buffer)
+
+    return Hooks(name="finite_buffers", after_update=restore, reset=keep)
 
 
 class NonfiniteGuard:
@@ -62,8 +112,9 @@ class NonfiniteGuard:
         elif self._flag is not None:
             self._set_flag([loss for loss, _ in losses], self._flag)
 
-    def check_norm(self, norm: Tensor) -> None:
+    def check_norm(self, gradients: StepGradients) -> None:
         """Check the norm of the reduced gradient, equal on every rank."""
+        norm = gradients.norm()
         if self._on_host:
             if not isfinite(norm.item()):
                 self.tripped = True
@@ -82,8 +133,25 @@ class NonfiniteGuard:
             self._flag.zero_()
 
 
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return all(group.get("fused") for group in optimizer.param_groups)
+class SkipBadSteps:
+    """Skips steps with non-finite gradients on the host; a fused optimizer on a GPU skips them itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, on_device: bool) -> None:
+        self._optimizer, self._on_device, self._skips = optimizer, on_device and is_fused(optimizer), False
+
+    def check_norm(self, gradients: StepGradients) -> None:
+        norm = gradients.norm()
+        if self._on_device:
+            gradients.skipped = (~torch.isfinite(norm)).float()
+            self._optimizer.found_inf = gradients.skipped  # type: ignore[attr-defined]
+        else:
+            self._skips = not isfinite(norm.item())
+            gradients.skipped = float(self._skips)
+
+    def once(self) -> bool:
+        """Whether to skip the update of this step."""
+        skips, self._skips = self._skips, False
+        return skips
 
 
 def bad_step_test(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
@@ -102,13 +170,7 @@ def bad_step_test(policy: str, *, scaled: bool) -> Callable[[Record], bool]:
 
 
 def report(
-    record: Record,
-    module: Any,
-    micros: Iterable[MicroBatch] | None,
-    draw: NoiseContext,
-    watch: NonfiniteGuard | None,
-    *,
-    seen: bool,
+    record: Record, module: Any, micros: Iterable[MicroBatch] | None, draw: NoiseContext, *, seen: bool
 ) -> TrainError:
     """Repeat the step and locate the non-finite value. `seen`: the loss of this rank was not finite. Collective: must
     be called on every rank."""
@@ -117,8 +179,6 @@ def report(
         with snapshot.preserved(module.model):  # `stop` keeps the model as it was before the step
             facts |= _locate(module, micros, draw)
     ranks = collectives.all_gather_object(facts)
-    if watch is not None:
-        watch.reset()
     sources = [rank for key in ("seen", "where") for rank, facts in enumerate(ranks) if facts[key]]
     rank = sources[0] if sources else None
     blamed = None if rank is None else ranks[rank]
