@@ -58,7 +58,6 @@ ELSEWHERE = {
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/method_check": ["faults/test_different_calls", "faults/test_on_error"],
     "runtime/collective_check": ["faults/test_mismatches", "ranks/test_collectives"],
-    "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],
     "train/build_engine": ["unit/train/test_trainer", "ranks/test_parity"],
     "train/features/table": ["unit/train/test_hooks", "ranks/test_requires_grad"],
     "train/features/compress": ["ranks/test_compressed_training", "ranks/test_comm_hook"],

@@ -29,7 +29,7 @@ ASSIGNED_FROM_OUTSIDE = 0  # attributes of the step and of the update of the opt
 MODULES_OF_A_RANK = 203
 PACKAGES = 15
 LAYERS = 7  # of packages; modules are below them, and `paceline.testing` is above
-THREADS_OF_A_RANK = 2  # under paceline launch
+THREADS_OF_A_RANK = 1  # under paceline launch
 REPEATED_HELPERS = 181  # names of functions that two files of tests define
 
 
