@@ -67,9 +67,10 @@ class Engine:
         degrees = {name: self.mesh.degrees.of(name) for name in AXIS_NAMES}
         return {"ranks": self.world.size, **degrees, "precision": self.config.precision}
 
-    def is_bad(self, record: Record) -> bool:
-        """Whether this is a step that `nonfinite` is about."""
-        return bad_step_test(self.config.nonfinite, scaled=self.bound.scaler.is_enabled())(record)
+    @property
+    def is_bad(self) -> Callable[[Record], bool]:
+        """Whether a step is one that `nonfinite` is about. Recorders keep this function, which must not keep us."""
+        return bad_step_test(self.config.nonfinite, scaled=self.bound.scaler.is_enabled())
 
     @property
     def warn(self) -> Callable[[str], None]:
