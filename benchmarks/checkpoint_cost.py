@@ -29,6 +29,7 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint import reader
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.reader import open_checkpoint, read_tensors
 from paceline.checkpoint.shard_file import BlockHasher
@@ -158,19 +159,19 @@ def bandwidth(megabytes: int, rounds: int, folder: Path) -> None:
     for number in range(rounds + 1):
         os.sync()
         began = time.perf_counter()
-        made = writer.begin(folder / f"step-{number}", tensors, Description(number, 0, False)).result()
+        made = writer.begin(locate(folder / f"step-{number}"), tensors, Description(number, 0, False)).result()
         saves.append(time.perf_counter() - began)
         hashing.append(made.seconds["hash"] / saves[-1])
         os.sync()
         plain.append(_plain_write(folder / "plain", payload))
         os.sync()
-        _forget(made.folder)
+        _forget(folder / made.at.name)
         began = time.perf_counter()
-        checkpoint = open_checkpoint(made.folder)
+        checkpoint = open_checkpoint(made.at)
         read_tensors(checkpoint, targets_below(checkpoint.manifest, "model"))
         loads.append(time.perf_counter() - began)
         digesting.append(Watched.last.busy / loads[-1])
-        shutil.rmtree(made.folder)
+        shutil.rmtree(folder / made.at.name)
     pairs = [p / s for s, p in zip(saves[1:], plain[1:], strict=True)]
     times = f"a save {median(saves[1:]):.3f} s, a plain write and fsync {median(plain[1:]):.3f} s"
     print(f"{megabytes} MB, {rounds} rounds: {times}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.local_store import Filesystem
 
 Kind = Literal[
     "make_folder", "create", "write", "sync", "close", "sync_folder", "rename", "exchange", "unlink", "remove_folder"

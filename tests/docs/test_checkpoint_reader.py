@@ -11,8 +11,8 @@ import numpy
 import pytest
 import torch
 
-from paceline.checkpoint import local_store, manifest
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint import manifest
+from paceline.checkpoint.local_store import LocalStore, locate
 from paceline.checkpoint.manifest import BLOCK, CODES, DTYPES, FORMAT, Entry, Manifest
 from paceline.checkpoint.planner import WriteItem, narrow
 from paceline.checkpoint.reader import verify
@@ -50,15 +50,15 @@ def test_a_tensor_of_many_blocks_sharded_over_two_ranks_is_reassembled(reader: d
     whole = torch.arange(3000 * 3000, dtype=torch.float64).reshape(3000, 3000)
     assert BLOCK < whole.nbytes // 4 < 2 * BLOCK
     folder = tmp_path / "step-000012"
-    partial = local_store.create_partial(Filesystem(), folder, 0)
+    store = LocalStore(tmp_path)
+    draft = store.create(folder.name, 0)
     quarters = list(product((0, 1500), (0, 1500)))
     files, chunks = {}, []
     for rank, own in enumerate((quarters[:2], quarters[2:])):
         layout = lay_out([WriteItem("model/w", whole.dtype, (3000, 3000), offsets, (1500, 1500)) for offsets in own])
         parts = [narrow(whole, item.offsets, item.sizes).contiguous() for item in layout.items]
-        written = write_file(
-            Filesystem(), partial / f"rank-{rank}.safetensors", layout, lambda n, p=parts: bytes_of(p[n])
-        )
+        name = f"rank-{rank}.safetensors"
+        written = write_file(store.write(draft, name), name, layout, lambda n, p=parts: bytes_of(p[n]))
         files[written.name] = written.file
         chunks += [chunk for _, chunk in written.chunks]
     entry = Entry(dtype=CODES[whole.dtype], shape=[3000, 3000], chunks=chunks)
@@ -66,8 +66,9 @@ def test_a_tensor_of_many_blocks_sharded_over_two_ranks_is_reassembled(reader: d
         format=FORMAT, step=12, epoch=0, optimizer=False, created="", parent=None, versions={}, layout={}, recipe={},
         data={}, state={}, metadata={}, block=BLOCK, files=files, tensors={"model/w": entry}, aliases={},
     )  # fmt: skip
-    local_store.commit(Filesystem(), partial, folder, made)
-    verify(folder)
+    body, digest = manifest.encode(made)
+    store.commit(draft, {manifest.DIGEST: digest, manifest.NAME: body})
+    verify(locate(folder))
     assert numpy.array_equal(reader["read"](folder)[1]["model/w"], whole.numpy())
 
 

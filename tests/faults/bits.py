@@ -19,8 +19,10 @@ from torch.utils.data import TensorDataset
 from faults import worlds
 from faults.saves import read_full
 from paceline import Trainer
-from paceline.checkpoint import host_copy, local_store
+from paceline.checkpoint import host_copy
 from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint.local_store import LocalStore
+from paceline.checkpoint.reader import verified
 from paceline.parallel.shards import local_shard
 
 
@@ -96,7 +98,7 @@ def copy_at_the_last_moment() -> None:
 
 def wrong_ones(folder: Path, noted: list[dict[str, str]]) -> list[str]:
     """Of the checkpoints of steps 1, 2, …: those that are missing, or hold something else than that step did."""
-    found = {checkpoint.manifest.step: checkpoint for checkpoint in local_store.verified(folder / "r" / "checkpoints")}
+    found = {checkpoint.manifest.step: checkpoint for checkpoint in verified(LocalStore(folder / "r" / "checkpoints"))}
     wrong = []
     for step, expected in enumerate(noted, start=1):
         held = hashes_of(read_full(found[step], "")) if step in found else {}

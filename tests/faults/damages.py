@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from faults import saves
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint import reader
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from paceline.testing import run_on_ranks
@@ -188,7 +189,7 @@ OUTCOMES = ("refused", "equal", "SILENT", "NO CODE")
 def outcome(folder: Path, original: dict[str, bytes]) -> str:
     """Loading everything: refused with a code, the bits as they were saved, other bits, or an error without a code."""
     try:
-        checkpoint = reader.open_checkpoint(folder)
+        checkpoint = reader.open_checkpoint(locate(folder))
         loaded = saves.bits(saves.read_full(checkpoint, ""))
     except CheckpointError:
         return "refused"
@@ -205,7 +206,7 @@ def make(root: Path) -> tuple[Copy, Copy, dict[str, bytes]]:
         writer = Writer(torch_dist.group.WORLD)
         for name, step, seed in saves_to_make:
             content = saves.on_two_ranks(saves.values(seed, ROWS))
-            writer.begin(root / "ours" / name, saves.as_held(content), Description(step, 0, True)).result()
+            writer.begin(locate(root / "ours" / name), saves.as_held(content), Description(step, 0, True)).result()
             dcp.save(content, checkpoint_id=root / "torch" / name)
         writer.close()
 
@@ -214,7 +215,7 @@ def make(root: Path) -> tuple[Copy, Copy, dict[str, bytes]]:
         Copy(*(root / kind / name for name, _, _ in saves_to_make)) for kind in ("ours", "torch")
     )  # fmt: skip
     original = saves.bits(saves.values(0, ROWS))
-    assert saves.bits(saves.read_full(reader.verify(ours.folder), "")) == original
+    assert saves.bits(saves.read_full(reader.verify(locate(ours.folder)), "")) == original
     return ours, theirs, original
 
 

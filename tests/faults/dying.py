@@ -19,7 +19,7 @@ import torch
 from torch.distributed import TCPStore
 
 import paceline
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.local_store import Filesystem
 from paceline.runtime import process_group
 
 WAY, VICTIM, MOMENT = sys.argv[1:]

@@ -20,13 +20,14 @@ from torch import Tensor
 import tiny
 from faults import worlds
 from faults.saves import read_full
-from paceline.checkpoint import local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.checkpoint_store import step_name
+from paceline.checkpoint.local_store import Filesystem, LocalStore
+from paceline.checkpoint.reader import candidates, verified
 from paceline.checkpoint.writer import Writer, _SaveJob
 
 STEPS, OLD, NEW = 7, 2, 4
-_PARTIAL = f".{local_store.step_name(NEW)}.partial-"
-_GONE = f".{local_store.step_name(OLD)}.gone-"
+_PARTIAL = f".{step_name(NEW)}.partial-"
+_GONE = f".{step_name(OLD)}.gone-"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _phases() -> list[Phase]:
         named("it has its name", "after", "rename", _PARTIAL),
         named("latest written", "after", "sync", ".latest.partial-", use=2),
         named("latest moved", "after", "rename", ".latest.partial-", use=2),
-        named("the old one lost its name", "after", "rename", f"/{local_store.step_name(OLD)}"),
+        named("the old one lost its name", "after", "rename", f"/{step_name(OLD)}"),
         named("the old one half removed", "middle", "remove", _GONE),
         named("the old one removed", "after", "remove", _GONE),
     ]
@@ -114,7 +115,7 @@ class Unbroken:
 def unbroken(folder: Path, strategy: str) -> Unbroken:
     records = worlds.values(2, partial(train, folder, strategy, False, save_every=1, keep=None))[0]
     found = {
-        checkpoint.manifest.step: read_full(checkpoint, "") for checkpoint in local_store.verified(_checkpoints(folder))
+        checkpoint.manifest.step: read_full(checkpoint, "") for checkpoint in verified(LocalStore(_checkpoints(folder)))
     }
     return Unbroken(dict(records), found)
 
@@ -136,16 +137,16 @@ def problem_after(kill: Kill, folder: Path, expected: Unbroken) -> str:
 
 def _problem_on_disk(kill: Kill, folder: Path, expected: Unbroken) -> str:
     """There is a good one, old or new; and every one that has a name is good and holds the step that it says."""
-    found = local_store.candidates(_checkpoints(folder))
-    good = list(local_store.verified(_checkpoints(folder)))
+    found = candidates(LocalStore(_checkpoints(folder)))
+    good = list(verified(LocalStore(_checkpoints(folder))))
     if len(found) != len(good):
         return f"of {len(found)} checkpoints {len(good)} are good"
     if not good or (kill.phase.commits and all(checkpoint.manifest.step < NEW for checkpoint in good)):
-        return f"only {[checkpoint.folder.name for checkpoint in good]} are there"
+        return f"only {[checkpoint.at.name for checkpoint in good]} are there"
     for checkpoint in good:
         difference = differing(read_full(checkpoint, ""), expected.contents[checkpoint.manifest.step])
         if difference:
-            return f"{checkpoint.folder.name} holds another {difference}"
+            return f"{checkpoint.at.name} holds another {difference}"
     return ""
 
 
@@ -173,7 +174,7 @@ def _problem_going_on(kill: Kill, folder: Path, expected: Unbroken) -> str:
         wrong = [step for step, loss in each.value if loss != expected.losses[step]]
         if wrong or not each.value or each.value[-1][0] != STEPS:
             return f"resumed, the losses of steps {wrong} differ: {each.value}"
-    last = next(local_store.verified(_checkpoints(folder)))
+    last = next(verified(LocalStore(_checkpoints(folder))))
     difference = differing(read_full(last, ""), expected.contents[STEPS])
     left = [path.name for path in _checkpoints(folder).iterdir() if path.name.startswith(".")]
     return f"resumed, {difference} differs" if difference else f"{left} were left behind" if left else ""

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from faults import saves
-from paceline.checkpoint import local_store
+from paceline.checkpoint.local_store import LocalStore
+from paceline.checkpoint.reader import verified
 
 Content = dict[str, Tensor]
 FAILURES = (Exception, CheckpointException)  # torch's is no Exception
@@ -37,7 +38,7 @@ class Paceline:
         saves.save(folder, 1, content, overwrite=True)
 
     def load(self, folder: Path, like: Content) -> Content:
-        return saves.read_full(next(local_store.verified(folder)), "")
+        return saves.read_full(next(verified(LocalStore(folder))), "")
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from disks import Operation, RecordingDisk
 from faults import crash_states
 from faults.crash_states import AnyOf, Choice, Everything, NothingUnsynced, State, States
-from paceline.checkpoint import local_store, reader
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint import reader
+from paceline.checkpoint.checkpoint_store import step_name
+from paceline.checkpoint.local_store import Filesystem, LocalStore, locate
 from paceline.checkpoint.planner import LocalShard
-from paceline.checkpoint.writer import Description, Writer
+from paceline.checkpoint.reader import candidates, verified
+from paceline.checkpoint.writer import Description, Writer, prune
 from paceline.errors import CheckpointError
 from paceline.testing import run_on_ranks
 
@@ -39,11 +41,11 @@ def values(seed: int, rows: int = 48) -> dict[str, Tensor]:
 
 
 def save(folder: Path, step: int, content: dict[str, Tensor], disk: Filesystem | None = None, **options: Any) -> Path:
-    writer = Writer(disk=disk)
+    writer = Writer()
     try:
         description = Description(step, 0, True)
-        saving = writer.begin(folder / local_store.step_name(step), as_held(content), description, **options)
-        return saving.result().folder
+        saving = writer.begin(locate(folder / step_name(step), disk), as_held(content), description, **options)
+        return folder / saving.result().at.name
     finally:
         writer.close()
 
@@ -94,14 +96,14 @@ class Recorded:
     new: dict[str, bytes]
 
 
-def _tidy(disk: RecordingDisk, folder: Path, keep: int | None, committed: list[int]) -> Callable[[Path], None]:
+def _tidy(disk: RecordingDisk, folder: Path, keep: int | None, committed: list[int]) -> Callable[[str], None]:
     """What a Trainer does when a checkpoint has its name."""
 
-    def after(path: Path) -> None:
+    def after(name: str) -> None:
         committed.append(len(disk.operations))
-        local_store.write_pointer(disk, folder, "latest", [path.name])
+        LocalStore(folder, disk).point("latest", [name])
         if keep is not None:
-            local_store.prune(disk, folder, keep, None)
+            prune(LocalStore(folder, disk), keep, None)
 
     return after
 
@@ -141,10 +143,10 @@ def record_two_ranks(root: Path) -> Recorded:
         }
         held = {name: LocalShard(tensor.to_local(), tensor) for name, tensor in cut.items()}
         held["model/count"] = LocalShard(values(102)["model/count"])
-        writer = Writer(torch_dist.group.WORLD, disk)
-        target = folder / local_store.step_name(2)
+        writer = Writer(torch_dist.group.WORLD)
+        target = folder / step_name(2)
         after = _tidy(disk, folder, 1, committed)
-        writer.begin(target, held, Description(2, 0, True), after=after).result()
+        writer.begin(locate(target, disk), held, Description(2, 0, True), after=after).result()
         writer.close()
         rows = [(op.kind, str(op.path), op.other and str(op.other), op.data, op.at) for op in disk.operations]
         (notes / str(rank)).write_text(repr((rows, committed)))
@@ -208,26 +210,26 @@ def problem_after(recorded: Recorded, prefix: int, state: State, root: Path) -> 
     allowed = ["new"] if prefix >= recorded.committed else ["new", "nothing" if recorded.old is None else "old"]
     if found not in allowed:
         return f"found {found}, allowed {' or '.join(allowed)}"
-    local_store.remove_leftovers(Filesystem(), folder)
+    LocalStore(folder).remove_leftovers()
     if _found(recorded, folder) != found:
         return f"found {found}, and after clearing up {_found(recorded, folder)}"
     left = [path.name for path in folder.glob(".*")] if folder.is_dir() else []
     if left:
         return f"left behind: {left}"
-    damaged = [each.folder.name for each in local_store.candidates(folder) if not is_good(each.folder)]
+    damaged = [each.at.name for each in candidates(LocalStore(folder)) if not is_good(folder / each.at.name)]
     return f"damaged, with the name of a good one: {damaged}" if damaged else None
 
 
 def is_good(folder: Path) -> bool:
     try:
-        reader.verify(folder)
+        reader.verify(locate(folder))
     except CheckpointError:
         return False
     return True
 
 
 def _found(recorded: Recorded, folder: Path) -> str:
-    checkpoint = next(local_store.verified(folder), None)
+    checkpoint = next(verified(LocalStore(folder)), None)
     if checkpoint is None:
         return "nothing"
     read = bits(read_full(checkpoint, ""))

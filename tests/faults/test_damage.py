@@ -11,6 +11,7 @@ import pytest
 from faults import damages, hostile
 from faults.damages import ANY_FOLDER, OURS, Copy
 from paceline.checkpoint import reader
+from paceline.checkpoint.local_store import locate
 from paceline.errors import CheckpointError
 from paceline.run import regular_files
 from samples import sample
@@ -38,13 +39,13 @@ def test_damage_is_refused_with_a_code(kind: str, made: Made, in_memory: Path) -
 def test_damage_is_named_by_file_tensor_and_place(made: Made, tmp_path: Path) -> None:
     copy, _ = made
     damaged = damages.damaged_copy(copy, tmp_path / copy.folder.name)
-    chunk = reader.open_checkpoint(copy.folder).manifest.tensors["model/half"].chunks[1]
+    chunk = reader.open_checkpoint(locate(copy.folder)).manifest.tensors["model/half"].chunks[1]
     path = damaged.folder / chunk.file
     data = bytearray(path.read_bytes())
     data[chunk.at] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match=rf"model/half in {chunk.file}, block at byte {chunk.at}"):
-        reader.verify(damaged.folder)
+        reader.verify(locate(damaged.folder))
 
 
 @pytest.mark.parametrize("name", hostile.SPECIAL)

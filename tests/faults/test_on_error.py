@@ -18,8 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import tiny
 from faults import worlds
-from paceline.checkpoint import local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.checkpoint_store import step_name
+from paceline.checkpoint.local_store import Filesystem, LocalStore
+from paceline.checkpoint.reader import verified
 from paceline.train.checkpointing import saver
 
 STEPS, BROKEN = 8, 5
@@ -98,8 +99,8 @@ def train(folder: Path, data: Any = None, model: torch.nn.Module | None = None, 
 
 
 def saved(folder: Path) -> list[str]:
-    found = local_store.verified(folder / "r" / "checkpoints")
-    return sorted(checkpoint.folder.name for checkpoint in found)
+    found = verified(LocalStore(folder / "r" / "checkpoints"))
+    return sorted(checkpoint.at.name for checkpoint in found)
 
 
 def broken(number: int, body: Callable[[], Any]) -> list[worlds.Ended]:
@@ -119,8 +120,8 @@ def test_after_an_error_on_all_ranks_the_run_resumes_from_its_last_step(
     ended = broken(2, partial(train, tmp_path, callbacks=[RaisesAfter(BROKEN)], **settings))
     assert [each.kind for each in ended] == ["Broken", "Broken"]
     assert f"step {BROKEN} was saved" in ended[0].output
-    assert saved(tmp_path) == [local_store.step_name(BROKEN)]  # the one that was being written is older, and went
-    assert local_store.read_pointer(tmp_path / "r" / "checkpoints", "latest") == [local_store.step_name(BROKEN)]
+    assert saved(tmp_path) == [step_name(BROKEN)]  # the one that was being written is older, and went
+    assert LocalStore(tmp_path / "r" / "checkpoints").pointer("latest") == [step_name(BROKEN)]
     whole = worlds.values(2, partial(train, tmp_path / "whole", strategy=strategy))
     assert worlds.values(2, partial(train, tmp_path, **settings)) == [losses[BROKEN:] for losses in whole]
 
@@ -143,7 +144,7 @@ def test_a_model_that_fails_in_a_step_is_saved_as_it_was_before(tmp_path: Path) 
 
 def test_where_one_rank_of_two_fails_the_first_saves_what_both_had(tmp_path: Path) -> None:
     ended = broken(2, partial(train, tmp_path, callbacks=[RaisesAfter(BROKEN, ranks=(1,))]))
-    assert (ended[1].kind, saved(tmp_path)) == ("Broken", [local_store.step_name(BROKEN)])
+    assert (ended[1].kind, saved(tmp_path)) == ("Broken", [step_name(BROKEN)])
     whole = worlds.values(2, partial(train, tmp_path / "whole"))
     assert worlds.values(2, partial(train, tmp_path)) == [losses[BROKEN:] for losses in whole]
 
@@ -250,4 +251,4 @@ def test_a_run_that_fails_again_before_its_first_step_saves_no_second_copy(tmp_p
     for _ in range(3):
         attempt()
     folders = [path.name for path in (tmp_path / "r" / "checkpoints").iterdir() if path.is_dir()]
-    assert folders == [local_store.step_name(BROKEN)]
+    assert folders == [step_name(BROKEN)]

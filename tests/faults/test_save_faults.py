@@ -10,8 +10,7 @@ import torch.distributed as torch_dist
 from disks import FailingDisk
 from faults import saves, write_faults
 from faults.write_faults import NEW, OLD, TWO_ERRORS, WAYS, NotMounted, Optimist, Way
-from paceline.checkpoint import local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.local_store import Filesystem, LocalStore, locate
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
 from paceline.testing import ranks
@@ -29,11 +28,11 @@ def test_a_fault_at_any_call_leaves_a_good_checkpoint(way: Way, in_memory: Path)
 
 
 def test_an_error_in_the_background_arrives_with_the_result(tmp_path: Path) -> None:
-    writer = Writer(disk=FailingDisk("write", 2, 28))
+    writer, disk = Writer(), FailingDisk("write", 2, 28)
     try:
         saving = writer.begin(
-            tmp_path / "step-000001", saves.as_held(NEW), Description(1, 0, True), background=True
-        )  # fmt: skip
+            locate(tmp_path / "step-000001", disk), saves.as_held(NEW), Description(1, 0, True), background=True
+        )
         with pytest.raises(CheckpointError, match="No space left on device") as caught:
             saving.result()
     finally:
@@ -43,7 +42,7 @@ def test_an_error_in_the_background_arrives_with_the_result(tmp_path: Path) -> N
 
 
 def test_a_fault_after_the_commit_does_not_deny_the_checkpoint(tmp_path: Path) -> None:
-    def after(path: Path) -> None:
+    def after(name: str) -> None:
         raise OSError(5, "Input/output error")
 
     with pytest.raises(CheckpointError) as caught:
@@ -102,16 +101,16 @@ def test_partial_folders_do_not_accumulate(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError):
             saves.save(tmp_path, 2, NEW, Stubborn("write", call, 28))
     assert len(list(tmp_path.glob(".*"))) == 3
-    local_store.remove_leftovers(Filesystem(), tmp_path)
+    LocalStore(tmp_path).remove_leftovers()
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
 @ranks(2)
 def test_a_fault_on_one_rank_is_raised_on_every_rank_and_leaves_nothing_behind(tmp_path: Path) -> None:
     failing = torch_dist.get_rank() == 1
-    writer = Writer(torch_dist.group.WORLD, FailingDisk("write", 2, 28) if failing else Filesystem())
+    disk, writer = FailingDisk("write", 2, 28) if failing else None, Writer(torch_dist.group.WORLD)
     held = saves.as_held(saves.on_two_ranks(NEW))
     with pytest.raises(CheckpointError, match="on rank 1: No space left on device"):
-        writer.begin(tmp_path / "step-000001", held, Description(1, 0, True)).result()
+        writer.begin(locate(tmp_path / "step-000001", disk), held, Description(1, 0, True)).result()
     torch_dist.barrier()
     assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import forked
 import tiny
 from faults import worlds
-from paceline.checkpoint import local_store
+from paceline.checkpoint.checkpoint_store import step_name
+from paceline.checkpoint.local_store import LocalStore
+from paceline.checkpoint.reader import verified
 from paceline.train import rank_poll
 
 STEPS, SENT = 8, 5
@@ -50,7 +52,7 @@ def train(folder: Path, steps: int = STEPS, **settings: Any) -> list[float]:
 
 
 def saved(folder: Path) -> list[str]:
-    return sorted(checkpoint.folder.name for checkpoint in local_store.verified(folder / "r" / "checkpoints"))
+    return sorted(checkpoint.at.name for checkpoint in verified(LocalStore(folder / "r" / "checkpoints")))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_signal_ends_a_validation_which_a_resumed_run_repeats(
 ) -> None:
     ended = worlds.run(2, partial(evaluated, tmp_path, 1, data, **settings))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2, ended
-    assert len(saved(tmp_path)) == 1 and (step is None or saved(tmp_path) == [local_store.step_name(step)])
+    assert len(saved(tmp_path)) == 1 and (step is None or saved(tmp_path) == [step_name(step)])
     whole = worlds.values(2, partial(evaluated, tmp_path / "whole", None, data, **settings))
     assert worlds.values(2, partial(evaluated, tmp_path, None, data, **settings)) == whole and whole[0]
 
@@ -127,7 +129,7 @@ def test_a_sigterm_in_the_last_second_is_not_forgotten(tmp_path: Path, monkeypat
     monkeypatch.setattr(rank_poll, "_GROWTH", 1e9)
     ended = worlds.run(2, partial(train, tmp_path, log_every=100, callbacks=[Sends(signal.SIGTERM, after=STEPS - 1)]))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2
-    assert saved(tmp_path) == [local_store.step_name(STEPS)]
+    assert saved(tmp_path) == [step_name(STEPS)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -154,7 +156,7 @@ def test_training_continues_after_sigusr1(tmp_path: Path) -> None:
 def test_an_interrupt_saves_and_is_a_keyboard_interrupt_on_all_ranks(tmp_path: Path, strategy: str) -> None:
     ended = worlds.run(2, partial(train, tmp_path, strategy=strategy, callbacks=[Sends(signal.SIGINT)]))
     assert [each.kind for each in ended] == ["KeyboardInterrupt"] * 2
-    assert saved(tmp_path) == [local_store.step_name(SENT)]
+    assert saved(tmp_path) == [step_name(SENT)]
 
 
 def test_a_second_interrupt_does_not_wait_for_the_end_of_the_step(tmp_path: Path) -> None:
@@ -175,7 +177,7 @@ def test_a_save_that_fits_into_the_grace_is_made(tmp_path: Path) -> None:
     settings = {"save_every": 2, "checkpoint": {"grace": 600.0}}
     ended = worlds.run(2, partial(train, tmp_path, callbacks=[Sends(signal.SIGTERM)], **settings))
     assert [each.status for each in ended] == [-signal.SIGTERM] * 2
-    assert saved(tmp_path)[-1] == local_store.step_name(SENT)
+    assert saved(tmp_path)[-1] == step_name(SENT)
 
 
 SCRIPT = """

@@ -15,7 +15,8 @@ import nodes
 import tiny
 from faults import worlds
 from paceline import Trainer
-from paceline.checkpoint import local_store
+from paceline.checkpoint.local_store import LocalStore
+from paceline.checkpoint.reader import verified
 from paceline.errors import PacelineError
 from paceline.parallel.shards import local_shard
 from paceline.runtime import whereabouts
@@ -101,7 +102,7 @@ def test_with_sharded_weights_a_missing_rank_is_named(tmp_path: Path, layout: st
     heard = worlds.values(2, body)
     assert heard[1 - caller] == ""
     assert f"[world.different-calls] Rank {caller} called trainer.save_checkpoint()" in heard[caller]
-    assert [checkpoint.folder.name for checkpoint in local_store.verified(tmp_path)] == ["all"]
+    assert [checkpoint.at.name for checkpoint in verified(LocalStore(tmp_path))] == ["all"]
 
 
 def test_a_rank_that_does_not_come_in_time_is_named(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_of_different_paths_the_first_ranks_counts(tmp_path: Path, strategy: str
         trained(strategy=strategy).save_checkpoint(tmp_path / f"of-{this_rank()}")
 
     worlds.values(2, body)
-    assert [checkpoint.folder.name for checkpoint in local_store.verified(tmp_path)] == ["of-0"]
+    assert [checkpoint.at.name for checkpoint in verified(LocalStore(tmp_path))] == ["of-0"]
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=LATER), "fsdp"])
@@ -197,7 +198,7 @@ def test_save_checkpoint_works_beside_scheduled_saves(tmp_path: Path, strategy: 
 
     worlds.values(2, body)
     assert (
-        len(list(local_store.verified(tmp_path)))
-        == len(list(local_store.verified(tmp_path / "r" / "checkpoints")))
+        len(list(verified(LocalStore(tmp_path))))
+        == len(list(verified(LocalStore(tmp_path / "r" / "checkpoints"))))
         == 6
     )

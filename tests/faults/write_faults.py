@@ -13,8 +13,9 @@ from typing import Any
 
 from disks import ERRORS, OPERATIONS, FailingDisk
 from faults import saves
-from paceline.checkpoint import local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.local_store import Filesystem, LocalStore
+from paceline.checkpoint.reader import candidates, verified
+from paceline.checkpoint.writer import prune
 from paceline.errors import CheckpointError
 
 OLD, NEW, NEXT = (saves.values(seed) for seed in (1, 2, 3))
@@ -73,9 +74,9 @@ def attempt(folder: Path, way: Way, disk: Filesystem) -> CheckpointError | None:
     """Save over, or beside, an older one. Any other error is a mistake and goes through."""
     saves.save(folder, 1, OLD)
 
-    def after(path: Path) -> None:
-        local_store.write_pointer(disk, folder, "latest", [path.name])
-        local_store.prune(disk, folder, 1, None)
+    def after(name: str) -> None:
+        LocalStore(folder, disk).point("latest", [name])
+        prune(LocalStore(folder, disk), 1, None)
 
     try:
         saves.save(folder, way.step, NEW, disk, after=after, **way.options)
@@ -100,10 +101,10 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
     """The newest good one is as expected, none is damaged; and on a disk that works again the next save works."""
     if (found := newest(folder)) not in expected:
         return f"found {found}, expected {' or '.join(expected)}"
-    bad = [each.folder.name for each in local_store.candidates(folder) if not saves.is_good(each.folder)]
+    bad = [each.at.name for each in candidates(LocalStore(folder)) if not saves.is_good(folder / each.at.name)]
     if bad:
         return f"damaged: {bad}"
-    local_store.remove_leftovers(Filesystem(), folder)
+    LocalStore(folder).remove_leftovers()
     if newest(folder) != found:
         return f"found {newest(folder)} after clearing up"
     saves.save(folder, 9, NEXT)
@@ -112,7 +113,7 @@ def problem_in(folder: Path, expected: Sequence[str]) -> str | None:
 
 
 def newest(folder: Path) -> str:
-    checkpoint = next(local_store.verified(folder), None)
+    checkpoint = next(verified(LocalStore(folder)), None)
     if checkpoint is None:
         return "nothing"
     read = saves.bits(saves.read_full(checkpoint, ""))

@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.checkpoint import host_copy, local_store
+from paceline.checkpoint import host_copy
+from paceline.checkpoint.checkpoint_store import step_name
 from paceline.checkpoint.host_copy import HostCopy
+from paceline.checkpoint.local_store import LocalStore
 from paceline.checkpoint.planner import LocalShard, plan_save
+from paceline.checkpoint.reader import candidates
 from paceline.checkpoint.shard_file import bytes_of, lay_out
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no GPU, or not asked for: make gpu")
@@ -50,9 +53,9 @@ def trainer(optimizer: dict[str, Any], device: str = "cuda", **settings: Any) ->
 def test_a_resumed_run_continues_with_the_same_bits(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     whole = trainer(optimizer, run=str(tmp_path / "a"), save_every=1, keep=None)
     expected = whole.train(points(), max_steps=12).losses
-    assert len(local_store.candidates(tmp_path / "a" / "checkpoints")) == 12
+    assert len(candidates(LocalStore(tmp_path / "a" / "checkpoints"))) == 12
     for step in (3, 7):
-        again = trainer(optimizer, run=False, resume=str(tmp_path / "a" / "checkpoints" / local_store.step_name(step)))
+        again = trainer(optimizer, run=False, resume=str(tmp_path / "a" / "checkpoints" / step_name(step)))
         assert again.train(points(), max_steps=12).losses == expected[step:]
         theirs = whole.state_dict()
         assert [name for name, tensor in again.state_dict().items() if not torch.equal(tensor, theirs[name])] == []

@@ -17,6 +17,7 @@ import tiny
 from faults import worlds
 from paceline import Trainer, dist
 from paceline.checkpoint.export import export
+from paceline.checkpoint.local_store import locate
 from paceline.models.weights import checksum
 from paceline.parallel.shards import local_shard
 from paceline.train.checkpointing import saver
@@ -168,7 +169,7 @@ def test_a_checkpoint_holds_the_mean_and_what_each_replica_had(tmp_path: Path) -
         saved = tensors_in(tmp_path / "between")
         averaged = in_checkpoint(mean)
         torch.testing.assert_close({name: saved[name] for name in averaged}, averaged)
-        export(tmp_path / "between", "safetensors", tmp_path / "exported.safetensors")
+        export(locate(tmp_path / "between"), "safetensors", tmp_path / "exported.safetensors")
         torch.testing.assert_close(load_file(tmp_path / "exported.safetensors"), weights_in(mean))
         assert not [name for name in tensors_in(tmp_path / "weights") if name.startswith(("replicas/", "outer/"))]
         own = [name.split("/") for name in tensors_in(tmp_path / "round") if name.startswith("replicas/")]

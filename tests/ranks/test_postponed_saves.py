@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from paceline import dist
-from paceline.checkpoint import host_copy, local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint import host_copy
+from paceline.checkpoint.checkpoint_store import step_name
+from paceline.checkpoint.local_store import Filesystem
 from paceline.train import rank_poll
 from paceline.train.checkpointing import saver
 from resumable import Net, points, trainer
@@ -76,7 +77,7 @@ def test_training_continues_while_a_disk_is_slow_and_every_rank_saves_the_same_l
         assert first == 3 and second >= 9 and held.saved[-1] == 30
         reference, loaded = trainer(lambda: Net(norm=True)), trainer(lambda: Net(norm=True))
         reference.train(points(), max_steps=second)
-        loaded.load_checkpoint(tmp_path / "r" / "checkpoints" / local_store.step_name(second))
+        loaded.load_checkpoint(tmp_path / "r" / "checkpoints" / step_name(second))
         expected, found = reference.state_dict(), loaded.state_dict()
         if dist.is_main():  # whose buffers are saved
             assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
@@ -89,7 +90,7 @@ def test_steps_to_keep_forever_are_waited_for(tmp_path: Path, monkeypatch: pytes
     one = trainer(run=str(tmp_path / "r"), save_every=2, keep=1, keep_every=4)
     one.train(points(), max_steps=13)
     names = {path.name for path in (tmp_path / "r" / "checkpoints").iterdir()}
-    assert {local_store.step_name(step) for step in (4, 8, 12, 13)} <= names
+    assert {step_name(step) for step in (4, 8, 12, 13)} <= names
 
 
 def test_a_save_that_was_postponed_until_the_end_is_done_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

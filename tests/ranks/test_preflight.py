@@ -20,6 +20,7 @@ from heard import heard
 from paceline import dist, testing
 from paceline.errors import PacelineError
 from paceline.train.checks import preflight
+from samples import sample
 from worlds import launch, ranks
 
 
@@ -311,7 +312,7 @@ def test_every_parameter_that_all_micro_batches_use_counts_as_used() -> None:
     """An earlier gradient may have had the address and the version of the view of a bucket that takes its place."""
     inputs = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    for _ in range(15):  # a third of such trainings met one
+    for _ in range(sample(8, 15)):  # a third of such trainings met one
         model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         trainer = paceline.Trainer(model, criterion=nn.MSELoss(), batch=64, accumulate=8, quiet=True, run=False)
         assert len(trainer.train(data, epochs=1).steps) == 4

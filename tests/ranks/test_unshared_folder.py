@@ -12,6 +12,7 @@ import paceline
 import tiny
 from hiding import a_folder_to_hide, hide
 from paceline import dist
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.reader import verify
 from paceline.errors import CheckpointError
 
@@ -35,7 +36,7 @@ def _train(folder: str, hidden: bool, **settings: Any) -> Any:
 def test_its_part_of_a_checkpoint_is_written_and_read_through_rank_0(tmp_path: Path) -> None:
     folder = a_folder_to_hide(tmp_path)
     first = paceline.launch(_train, ranks=2, folder=str(folder), hidden=True)
-    made = verify(folder / "r" / "checkpoints" / "step-000003").manifest
+    made = verify(locate(folder / "r" / "checkpoints" / "step-000003")).manifest
     assert first["before"] == 0 and list(made.files) == ["rank-0.safetensors", "rank-1.safetensors"]
     hidden = paceline.launch(_train, ranks=2, folder=str(folder), hidden=True)
     assert hidden["before"] == 3

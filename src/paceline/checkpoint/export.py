@@ -1,6 +1,6 @@
 """Export a checkpoint's model for other programs.
 
-    export(Path("runs/gpt/checkpoints/step-000120"), "safetensors", Path("gpt.safetensors"))
+    export(locate(Path("runs/gpt/checkpoints/step-000120")), "safetensors", Path("gpt.safetensors"))
 
 `safetensors`: one file. Tied weights are stored once, with their other names in the metadata, as in
 `safetensors.torch.save_model`.
@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,11 +31,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.checkpoint_store import Address
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint, read_tensors
 from paceline.errors import CheckpointError, ModelError
 from paceline.models.gpt import GPT
+from paceline.run import regular_files
 
 Format = Literal["safetensors", "torch", "huggingface"]
 _MODEL, _EMA = "model/", "ema/"
@@ -45,12 +46,12 @@ _NORMS = {"norm1": "ln_1", "norm2": "ln_2"}
 _SHARED = "head.weight"
 
 
-def export(folder: Path, to: Format, output: Path, *, ema: bool = False) -> int:
-    """Export the model of the checkpoint `folder`, or its EMA weights with `ema`. Every byte is verified.
+def export(at: Address, to: Format, output: Path, *, ema: bool = False) -> int:
+    """Export the model of a checkpoint, or its EMA weights with `ema`. Every byte is verified.
 
     Returns the number of weights.
     """
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(at)
     sources = _sources(checkpoint, ema)
     _require_free(output)
     weights = _read(checkpoint, sources)
@@ -91,7 +92,7 @@ def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
     manifest = checkpoint.manifest
     names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith(_MODEL)]
     if not names:
-        raise CheckpointError("no-weights", f"Checkpoint {checkpoint.folder} contains no model.")
+        raise CheckpointError("no-weights", f"Checkpoint {checkpoint.at} contains no model.")
     sources = {name.removeprefix(_MODEL): manifest.aliases.get(name, name) for name in names}
     if not ema:
         return sources
@@ -99,7 +100,7 @@ def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
     if not averages:
         raise CheckpointError(
             "no-ema",
-            f"Checkpoint {checkpoint.folder} contains no averaged weights.",
+            f"Checkpoint {checkpoint.at} contains no averaged weights.",
             why="it was trained without an ema: section in the recipe",
             fix="export without --ema",
         )
@@ -168,15 +169,15 @@ def _huggingface(folder: Path, named: Mapping[str, Tensor], manifest: Manifest) 
 
 def _atomically(output: Path, write: Callable[[Path], None]) -> None:
     """Write next to `output`, sync, then rename."""
-    disk = Filesystem()
     partial = output.with_name(f".{output.name}.partial-{secrets.token_hex(4)}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
-        _sync(partial)
+        for path in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
+            regular_files.sync(path)
         _require_free(output)
-        disk.rename(partial, output)
-        disk.sync_folder(output.parent)
+        partial.rename(output)
+        regular_files.sync(output.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             "not-exported",
@@ -184,17 +185,10 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
             fix="check the free space and the permissions of its folder",
         ) from None
     finally:
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):
-            disk.remove(partial)
-
-
-def _sync(written: Path) -> None:
-    for path in [*written.iterdir(), written] if written.is_dir() else [written]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+            partial.unlink()
 
 
 def _require_free(output: Path) -> None:

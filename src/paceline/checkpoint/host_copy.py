@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -35,13 +35,28 @@ PIECE = 512 << 20  # bytes that are page-locked at a time, in 11 ms; each waits 
 _PORTABLE = 1  # a flag of cudaHostRegister: for every GPU of this process
 
 
+Allocate = Callable[[int], Any]  # a writable buffer of at least so many bytes
+
+
+def map_memory(size: int) -> mmap.mmap:
+    """Memory of this process, which takes no pages until it is used."""
+    if sys.platform != "linux":
+        return mmap.mmap(-1, size)
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    # Not MADV_DONTFORK, although workers of a DataLoader copy locked pages: it leaves a hole in a forked process, where
+    # the kernel places other mappings, which go when the process drops its reference to this one.
+    return mapped
+
+
 class HostCopy:
     """A host buffer for the items of one file, reused by later saves."""
 
-    def __init__(self, layout: FileLayout, devices: Collection[torch.device]) -> None:
+    def __init__(self, layout: FileLayout, devices: Collection[torch.device], allocate: Allocate = map_memory) -> None:
         self.layout, self._devices = layout, set(devices)
         self._gpus = sorted((device for device in devices if device.type == "cuda"), key=str)
-        self._memory = HostMemory(layout.size + _ALIGNMENT, self._gpus[0] if self._gpus else None)
+        self._memory = HostMemory(layout.size + _ALIGNMENT, self._gpus[0] if self._gpus else None, allocate)
         self._streams = {device: torch.cuda.Stream(device) for device in self._gpus}
         self._copy_events = {device: torch.cuda.Event() for device in self._gpus}
         self._thread = ThreadPoolExecutor(1, "paceline-copy", initializer=partial(_use_first, self._gpus))
@@ -216,8 +231,8 @@ def _copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 class HostMemory:
     """`size` bytes, page-locked if they are for a GPU. Use them when `prepare` has returned."""
 
-    def __init__(self, size: int, gpu: torch.device | None) -> None:
-        self.bytes = torch.frombuffer(_map(size), dtype=torch.uint8)
+    def __init__(self, size: int, gpu: torch.device | None, allocate: Allocate = map_memory) -> None:
+        self.bytes = torch.frombuffer(allocate(size), dtype=torch.uint8, count=size)
         self._gpu, self._is_stopped = gpu, False
         self._locked: list[int] = []  # addresses
         self.unlock = weakref.finalize(self, _unlock, self._locked)
@@ -237,17 +252,6 @@ class HostMemory:
     def stop(self) -> None:
         """End a `prepare` of another thread early."""
         self._is_stopped = True
-
-
-def _map(size: int) -> mmap.mmap:
-    if sys.platform != "linux":
-        return mmap.mmap(-1, size)
-    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    # Not MADV_DONTFORK, although workers of a DataLoader copy locked pages: it leaves a hole in a forked process, where
-    # the kernel places other mappings, which go when the process drops its reference to this one.
-    return mapped
 
 
 def _lock(piece: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The checkpoints folder: atomic commit, pointers, candidates and pruning.
+"""Checkpoints in a folder:
 
     checkpoints/
       step-000100/  step-000200/  step-000300/
@@ -12,154 +12,254 @@ so at any time, even after a power failure, the folder contains either the old s
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from io import RawIOBase
 from itertools import count
 from pathlib import Path
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.filesystem import Filesystem, write_new
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.reader import Checkpoint, open_checkpoint, verify
+from paceline.checkpoint.checkpoint_store import POINTERS, Address, Draft, Write
 from paceline.errors import CheckpointError
 from paceline.run import regular_files
-from paceline.run.folder import BEST, LATEST
+from paceline.run.folder import BEST
 
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _HEADROOM = 1.05  # required free space, as a multiple of the bytes to write
-POINTERS = (LATEST, BEST)
 _LEFTOVERS = (".partial-", ".old-", ".gone-")
 
 
-def step_name(step: int) -> str:
-    return f"step-{step:06d}"
+class Filesystem:
+    """The file operations of a store. They are methods of one class so that tests can record them, replay any prefix of
+    them, or make any of them fail."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Create a file for writing. Fails if it exists; links are not followed."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Returns the number of bytes written, which may be less than all."""
+        return os.write(descriptor, data)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def sync_folder(self, path: Path) -> None:
+        regular_files.sync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Swap two names atomically. Returns False if that is not supported."""
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if renameat2 is None:
+            return False
+        if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise OSError(number, os.strerror(number), str(one))
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, or a folder with its contents."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def free_bytes(self, path: Path) -> int:
+        return shutil.disk_usage(path).free
 
 
-def unused_name(folder: Path) -> Path:
-    """`folder`, with a number appended if it exists, as after resuming from an earlier step."""
-    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in count(1))
-    return next(name for name in names if not os.path.lexists(name))
+def write_all(disk: Filesystem, descriptor: int, data: memoryview) -> None:
+    """Write all of `data`, in as many calls as it takes."""
+    while data:
+        written = disk.write(descriptor, data)
+        if written <= 0:
+            raise OSError(errno.EIO, "no bytes were written")
+        data = data[written:]
 
 
-def create_partial(disk: Filesystem, target: Path, size: int, *, overwrite: bool = False) -> Path:
-    """Create a folder next to `target` to write `size` bytes into."""
-    if target.exists() and not overwrite:
-        raise CheckpointError(
-            "exists",
-            f"{target} already exists.",
-            why="existing checkpoints are not overwritten by default",
-            fix="use another name, or pass overwrite=True to save_checkpoint",
-        )
-    if target.exists() and not (target / manifests.NAME).exists():
-        raise CheckpointError(
-            "exists",
-            f"{target} already exists and is not a checkpoint.",
-            why="overwrite=True replaces checkpoints only",
-            fix="use another name, or remove it first",
-        )
-    _make_parents(disk, target.parent)
-    needed, free = int(size * _HEADROOM), disk.free_bytes(target.parent)
-    if 0 < free < needed:
-        raise CheckpointError(
-            "no-space",
-            f"Not enough disk space for checkpoint {target}: {needed / 1e6:.3g} MB required, {free / 1e6:.3g} MB free.",
-            fix="free some space, save to another disk, or lower keep",
-        )
-    partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-    disk.make_folder(partial)
-    return partial
-
-
-def _make_parents(disk: Filesystem, folder: Path) -> None:
-    if folder.is_dir():
-        return
-    _make_parents(disk, folder.parent)
-    disk.make_folder(folder)
-    disk.sync_folder(folder.parent)
-
-
-def commit(disk: Filesystem, partial: Path, target: Path, manifest: Manifest, *, overwrite: bool = False) -> None:
-    """Rename a complete folder to `target`. Durable when this returns."""
+@contextmanager
+def new_file(disk: Filesystem, path: Path) -> Iterator[Write]:
+    """A function that writes all bytes it gets to a new file, which is synced to disk when the context ends well."""
+    descriptor = disk.create(path)
     try:
-        body, digest = manifests.encode(manifest)
-        _require_readable(len(body), manifest, target)
-        write_new(disk, partial / manifests.NAME, body)
-        write_new(disk, partial / manifests.DIGEST, digest)
-        disk.sync_folder(partial)
-        replaced = _publish(disk, partial, target, overwrite)
-    except BaseException:
-        try_to_remove(disk, partial)
-        raise
-    disk.sync_folder(target.parent)  # on failure keep the old one: the rename may be lost in a power failure
-    if replaced is not None:
-        try_to_remove(disk, replaced)
+        yield lambda data: write_all(disk, descriptor, data)
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
 
 
-def _require_readable(length: int, manifest: Manifest, target: Path) -> None:
-    limit = manifests.max_bytes(sum(file.bytes for file in manifest.files.values()))
-    if length > limit:
-        raise CheckpointError(
-            "too-much-metadata",
-            f"The manifest of {target} is too large: {length} bytes, the limit is {limit}.",
-            why="metadata and callback state are stored in it as JSON",
-            fix="store long lists of numbers as tensors",
-        )
+class LocalStore:
+    """A folder of checkpoints. Draft and checkpoint are folders in it: a commit is a rename."""
 
+    def __init__(self, folder: Path, disk: Filesystem | None = None) -> None:
+        self._folder, self._disk = folder, disk or Filesystem()
 
-def _publish(disk: Filesystem, partial: Path, target: Path, overwrite: bool) -> Path | None:
-    """Returns the new path of the checkpoint that was replaced, if any."""
-    if not (overwrite and target.exists()):
-        disk.rename(partial, target)
-        return None
-    if disk.exchange(partial, target):
-        return partial
-    # Between the two renames, `candidates` finds the old checkpoint under its temporary name.
-    old = target.with_name(f".{target.name}.old-{secrets.token_hex(4)}")
-    disk.rename(target, old)
-    try:
-        disk.rename(partial, target)
-    except BaseException:
-        disk.rename(old, target)
-        raise
-    return old
+    def where(self, name: str = "") -> str:
+        return str(self._folder / name)
 
+    def names(self) -> Mapping[str, float]:
+        found = {}
+        for path in self._folder.iterdir() if self._folder.is_dir() else []:
+            is_named = not path.name.startswith(".") or _is_only_copy(path)
+            looks = path.name.startswith("step-") or (path / manifests.NAME).exists()
+            if is_named and looks and path.is_dir() and not path.is_symlink():
+                found[path.name] = path.stat().st_mtime  # the best guess: a copy may have changed it
+        return found
 
-def try_to_remove(disk: Filesystem, path: Path) -> None:
-    """Ignores errors: leftovers are removed when the run is next opened."""
-    with suppress(OSError):
-        disk.remove(path)
+    def files(self, name: str) -> Mapping[str, int]:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder / name) as entries:
+            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+        return {}
 
+    def read(self, name: str, file: str) -> RawIOBase:
+        return os.fdopen(regular_files.open_descriptor(self._folder / name / file), "rb", buffering=0)
 
-def write_pointer(disk: Filesystem, folder: Path, pointer: str, names: Collection[str]) -> None:
-    """Write names into a pointer file, atomically."""
-    partial = folder / f".{pointer}.partial-{secrets.token_hex(4)}"
-    write_new(disk, partial, "".join(f"{name}\n" for name in names).encode())
-    disk.rename(partial, folder / pointer)
-    disk.sync_folder(folder)
+    def create(self, name: str, size: int, *, overwrite: bool = False, unique_name: bool = False) -> Draft:
+        if unique_name:  # numbers appear after resuming from an earlier step
+            names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+            name = next(each for each in names if not os.path.lexists(self._folder / each))
+        target = self._folder / name
+        if target.exists() and not overwrite:
+            raise CheckpointError(
+                "exists",
+                f"{target} already exists.",
+                why="existing checkpoints are not overwritten by default",
+                fix="use another name, or pass overwrite=True to save_checkpoint",
+            )
+        if target.exists() and not (target / manifests.NAME).exists():
+            raise CheckpointError(
+                "exists",
+                f"{target} already exists and is not a checkpoint.",
+                why="overwrite=True replaces checkpoints only",
+                fix="use another name, or remove it first",
+            )
+        self._make_folders(self._folder)
+        needed, free = int(size * _HEADROOM), self._disk.free_bytes(self._folder)
+        if 0 < free < needed:
+            raise CheckpointError(
+                "no-space",
+                f"Not enough disk space for checkpoint {target}: {needed / 1e6:.3g} MB required, {free / 1e6:.3g} MB "
+                "free.",
+                fix="free some space, save to another disk, or lower keep",
+            )
+        partial = _temporary(target, "partial")
+        self._disk.make_folder(partial)
+        return Draft(name, str(partial.absolute()))  # the folder of the first rank, whatever others have been given
 
+    def _make_folders(self, folder: Path) -> None:
+        if not folder.is_dir():
+            self._make_folders(folder.parent)
+            self._disk.make_folder(folder)
+            self._disk.sync_folder(folder.parent)
 
-def creation_time(folder: Path) -> str:
-    """Now, or just after the latest checkpoint if the clock was set back, because checkpoints are sorted by it."""
-    now = datetime.now(UTC)
-    for name in read_pointer(folder, LATEST)[:1]:
+    def write(self, draft: Draft, file: str) -> AbstractContextManager[Write]:
+        return new_file(self._disk, self._folder / draft.place / file)
+
+    def commit(self, draft: Draft, last: Mapping[str, bytes], *, overwrite: bool = False) -> None:
+        partial, target = self._folder / draft.place, self._folder / draft.name
         try:
-            last = datetime.fromisoformat(open_checkpoint(folder / name).manifest.created)
-            now = max(now, last + timedelta(microseconds=1))
-        except (CheckpointError, ValueError, TypeError):
-            continue
-    return now.isoformat(timespec="microseconds")
+            for file, content in last.items():
+                self._write_new(partial / file, content)
+            self._disk.sync_folder(partial)
+            replaced = self._publish(partial, target, overwrite)
+        except BaseException:
+            self.discard(draft)
+            raise
+        self._disk.sync_folder(self._folder)  # on failure keep the old one: the rename may be lost in a power failure
+        if replaced is not None:
+            self._try_to_remove(replaced)
+
+    def _write_new(self, path: Path, content: bytes) -> None:
+        with new_file(self._disk, path) as write:
+            write(memoryview(content))
+
+    def _publish(self, partial: Path, target: Path, overwrite: bool) -> Path | None:
+        """Returns the new path of the checkpoint that was replaced, if any."""
+        if not (overwrite and target.exists()):
+            self._disk.rename(partial, target)
+            return None
+        if self._disk.exchange(partial, target):
+            return partial
+        old = _temporary(target, "old")  # between the two renames, `names` has the old checkpoint under this name
+        self._disk.rename(target, old)
+        try:
+            self._disk.rename(partial, target)
+        except BaseException:
+            self._disk.rename(old, target)
+            raise
+        return old
+
+    def discard(self, draft: Draft) -> None:
+        self._try_to_remove(self._folder / draft.place)
+
+    def _try_to_remove(self, path: Path) -> None:
+        """Ignores errors: leftovers are removed when the run is next opened."""
+        with suppress(OSError):
+            self._disk.remove(path)
+
+    def delete(self, name: str) -> None:
+        """Rename first, so that a partially removed checkpoint does not look corrupted."""
+        gone = _temporary(self._folder / name, "gone")
+        self._disk.rename(self._folder / name, gone)
+        self._disk.sync_folder(self._folder)
+        self._disk.remove(gone)
+
+    def pointer(self, pointer: str) -> list[str]:
+        try:
+            names = regular_files.read_text(self._folder / pointer).split()
+        except OSError:
+            return []
+        return [name for name in names if Path(name).name == name]
+
+    def point(self, pointer: str, names: Collection[str]) -> None:
+        partial = _temporary(self._folder / pointer, "partial")
+        self._write_new(partial, "".join(f"{name}\n" for name in names).encode())
+        self._disk.rename(partial, self._folder / pointer)
+        self._disk.sync_folder(self._folder)
+
+    def remove_leftovers(self) -> None:
+        """Requires the run's lock."""
+        for path in sorted(self._folder.iterdir()) if self._folder.is_dir() else []:
+            if _is_only_copy(path):
+                self._disk.rename(path, _original(path))
+                self._disk.sync_folder(self._folder)
+            elif path.name.startswith(".") and any(mark in path.name for mark in _LEFTOVERS):
+                self._disk.remove(path)
 
 
-def read_pointer(folder: Path, pointer: str) -> list[str]:
-    """The names in a pointer file, best first; empty if there is none."""
-    try:
-        names = regular_files.read_text(folder / pointer).split()
-    except OSError:
-        return []
-    return [name for name in names if Path(name).name == name]
+def _temporary(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(4)}")
+
+
+def _is_only_copy(path: Path) -> bool:
+    """Whether this is an overwritten checkpoint whose replacement was not committed."""
+    return path.name.startswith(".") and ".old-" in path.name and not _original(path).exists()
+
+
+def _original(moved: Path) -> Path:
+    return moved.with_name(moved.name[1:].partition(".old-")[0])
+
+
+def locate(path: Path, disk: Filesystem | None = None) -> Address:
+    """The checkpoint with this path."""
+    return Address(LocalStore(path.parent, disk), path.name)
 
 
 def follow_pointer(path: Path, share: Callable[[str | None], str | None] = lambda name: name) -> Path:
@@ -167,99 +267,17 @@ def follow_pointer(path: Path, share: Callable[[str | None], str | None] = lambd
     name on another rank, as this one may not have access to the folder."""
     if path.name not in POINTERS:
         return path
-    name = share(path.name if path.is_dir() else next(iter(read_pointer(path.parent, path.name)), None))
+    name = share(path.name if path.is_dir() else next(iter(LocalStore(path.parent).pointer(path.name)), None))
     if name is None:
-        raise no_pointer(path)
+        raise no_pointer(str(path))
     return path.with_name(name)
 
 
-def no_pointer(path: Path) -> CheckpointError:
-    best = "save_best was not set, or no evaluation has completed yet" if path.name == BEST else "nothing was saved yet"
+def no_pointer(where: str) -> CheckpointError:
+    is_best = Path(where).name == BEST
     return CheckpointError(
         "no-pointer",
-        f"{path} names no checkpoint.",
-        why=best,
+        f"{where} names no checkpoint.",
+        why="save_best was not set, or no evaluation has completed yet" if is_best else "nothing was saved yet",
         fix="pass the folder of a checkpoint, or the run folder to use its newest one",
     )
-
-
-def prune(disk: Filesystem, folder: Path, keep: int, keep_every: int | None) -> list[str]:
-    """Remove all but the newest `keep`, the best, and multiples of `keep_every` steps. Returns the removed names."""
-    best = set(read_pointer(folder, BEST))
-    removed = []
-    for found in [each for each in candidates(folder) if each.manifest is not None][keep:]:
-        assert found.manifest is not None
-        is_kept = keep_every is not None and found.manifest.step % keep_every == 0
-        if found.folder.name not in best and not is_kept and found.folder.name.startswith("step-"):
-            remove(disk, found.folder)
-            removed.append(found.folder.name)
-    return removed
-
-
-def remove(disk: Filesystem, folder: Path) -> None:
-    """Rename first, so that a partially removed checkpoint does not look corrupted."""
-    gone = folder.with_name(f".{folder.name}.gone-{secrets.token_hex(4)}")
-    disk.rename(folder, gone)
-    disk.sync_folder(folder.parent)
-    disk.remove(gone)
-
-
-def remove_leftovers(disk: Filesystem, folder: Path) -> None:
-    """Remove the leftovers of killed saves. Requires the run's lock, so that no other process is writing."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if _is_only_copy(path):
-            disk.rename(path, _original_name(path))
-            disk.sync_folder(folder)
-        elif path.name.startswith(".") and any(mark in path.name for mark in _LEFTOVERS):
-            disk.remove(path)
-
-
-def _is_only_copy(path: Path) -> bool:
-    """Whether this is an overwritten checkpoint whose replacement was not committed."""
-    return path.name.startswith(".") and ".old-" in path.name and not _original_name(path).exists()
-
-
-def _original_name(moved: Path) -> Path:
-    return moved.with_name(moved.name[1:].partition(".old-")[0])
-
-
-@dataclass(frozen=True)
-class StoredCheckpoint:
-    """A folder that looks like a checkpoint. `manifest` is None if it can't be read."""
-
-    folder: Path
-    manifest: Manifest | None
-    problem: CheckpointError | None = None
-
-
-def candidates(folder: Path) -> list[StoredCheckpoint]:
-    """The checkpoints in a folder, newest first. Checks file sizes, not hashes. Checkpoints without a readable manifest
-    are sorted by modification time."""
-    found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name.startswith(".") and not _is_only_copy(path):
-            continue
-        looks = path.name.startswith("step-") or (path / manifests.NAME).exists()
-        if path.is_dir() and not path.is_symlink() and looks:
-            try:
-                found.append(StoredCheckpoint(path, open_checkpoint(path).manifest))
-            except CheckpointError as problem:
-                found.append(StoredCheckpoint(path, None, problem))
-    return sorted(found, key=_age, reverse=True)
-
-
-def _age(found: StoredCheckpoint) -> tuple[str, int]:
-    if found.manifest is not None:
-        return (found.manifest.created, found.manifest.step)
-    # The best guess: a copy may have changed the folder's modification time.
-    return (datetime.fromtimestamp(found.folder.stat().st_mtime, UTC).isoformat(timespec="microseconds"), 0)
-
-
-def verified(folder: Path, excluding: Path | None = None) -> Iterator[Checkpoint]:
-    """The intact checkpoints in a folder, newest first, each fully verified."""
-    for found in candidates(folder):
-        if found.manifest is not None and found.folder != excluding:
-            try:
-                yield verify(found.folder)
-            except CheckpointError:
-                continue

@@ -1,13 +1,16 @@
-"""Verified reads: the hash of every block is compared before the block is returned."""
+"""The checkpoints in a store, and verified reads: the hash of every block is compared before the block is returned."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from io import SEEK_END, RawIOBase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,11 @@ from torch import Tensor
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint import shard_file
+from paceline.checkpoint.checkpoint_store import Address, CheckpointStore
 from paceline.checkpoint.manifest import Chunk, Entry, InvalidManifest, Manifest, UnsupportedFormat, chunk_bytes
 from paceline.checkpoint.planner import ReadItem, narrow, plan_load
 from paceline.checkpoint.shard_file import BlockHasher
 from paceline.errors import CheckpointError
-from paceline.run import regular_files
 from paceline.run.folder import ROOT, RunFolder
 
 _ItemsOfChunk = dict[tuple[str, int], list[ReadItem]]
@@ -31,47 +34,89 @@ _ItemsOfChunk = dict[tuple[str, int], list[ReadItem]]
 class Checkpoint:
     """A committed checkpoint with a valid manifest and files of the right sizes."""
 
-    folder: Path
+    at: Address
     manifest: Manifest
 
 
-def corrupted(folder: Path, reason: str) -> CheckpointError:
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """What looks like a checkpoint. `manifest` is None if it can't be read."""
+
+    at: Address
+    manifest: Manifest | None
+    problem: CheckpointError | None = None
+
+
+def candidates(store: CheckpointStore) -> list[StoredCheckpoint]:
+    """The checkpoints in a store, newest first. Checks file sizes, not hashes. Those without a readable manifest are
+    sorted by the time of their last change."""
+    changed = store.names()
+    found = {name: describe(Address(store, name)) for name in sorted(changed)}
+
+    def age(name: str) -> tuple[str, int]:
+        if (manifest := found[name].manifest) is not None:
+            return (manifest.created, manifest.step)
+        return (datetime.fromtimestamp(changed[name], UTC).isoformat(timespec="microseconds"), 0)
+
+    return [found[name] for name in sorted(found, key=age, reverse=True)]
+
+
+def describe(at: Address) -> StoredCheckpoint:
+    try:
+        return StoredCheckpoint(at, open_checkpoint(at).manifest)
+    except CheckpointError as problem:
+        return StoredCheckpoint(at, None, problem)
+
+
+def verified(store: CheckpointStore, excluding: str | None = None) -> Iterator[Checkpoint]:
+    """The intact checkpoints in a store, newest first, each fully verified."""
+    for found in candidates(store):
+        if found.manifest is not None and found.at.name != excluding:
+            with suppress(CheckpointError):
+                yield verify(found.at)
+
+
+def corrupted(at: Address, reason: str) -> CheckpointError:
     return CheckpointError(
         "damaged",
-        f"Checkpoint {folder} is corrupted: {reason}.",
+        f"Checkpoint {at} is corrupted: {reason}.",
         why="its files have changed since they were written",
-        fix=f"use an older checkpoint; run paceline checkpoint verify {folder.parent} to find an intact one",
+        fix=f"use an older checkpoint; run paceline checkpoint verify {at.store.where()} to find an intact one",
     )
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
+def is_checkpoint(at: Address) -> bool:
+    return manifests.NAME in at.store.files(at.name)
+
+
+def open_checkpoint(at: Address) -> Checkpoint:
     """Read the manifest and check every file's size."""
-    if not (folder / manifests.NAME).exists():
-        if folder.is_dir() and folder.name.startswith("step-"):
-            raise corrupted(folder, f"{manifests.NAME} is missing")
+    files = at.store.files(at.name)
+    if manifests.NAME not in files:
+        if at.name.startswith("step-") and at.name in at.store.names():
+            raise corrupted(at, f"{manifests.NAME} is missing")
         raise CheckpointError(
             "missing",
-            f"No checkpoint found at {folder}.",
+            f"No checkpoint found at {at}.",
             fix=f"pass the folder with {manifests.NAME}, e.g. {RunFolder(ROOT / 'gpt').checkpoints}/step-000120",
         )
     try:
-        limit = manifests.max_bytes(sum(path.lstat().st_size for path in folder.glob("rank-*.safetensors")))
-        body, digest = (_small_file(folder / name, limit) for name in (manifests.NAME, manifests.DIGEST))
+        limit = manifests.max_bytes(sum(size for name, size in files.items() if fnmatch(name, "rank-*.safetensors")))
+        body, digest = (_small_file(at, name, limit) for name in (manifests.NAME, manifests.DIGEST))
         manifest = manifests.decode(body, digest)
-        for name, file in manifest.files.items():
-            with os.fdopen(regular_files.open_descriptor(folder / name), "rb") as opened:
-                size = os.fstat(opened.fileno()).st_size
-            if size != file.bytes:
-                raise InvalidManifest(f"{name} has {size} bytes, expected {file.bytes}")
+        for name, expected in manifest.files.items():
+            with at.store.read(at.name, name) as file:
+                if (size := file.seek(0, SEEK_END)) != expected.bytes:
+                    raise InvalidManifest(f"{name} has {size} bytes, expected {expected.bytes}")
     except UnsupportedFormat as error:
         raise CheckpointError(
             "other-format",
-            f"Checkpoint {folder} has an unsupported format: {error}.",
+            f"Checkpoint {at} has an unsupported format: {error}.",
             fix="load it with the version of paceline that wrote it",
         ) from None
     except (OSError, InvalidManifest) as error:
-        raise corrupted(folder, _reason(error)) from None
-    return Checkpoint(folder, manifest)
+        raise corrupted(at, _reason(error)) from None
+    return Checkpoint(at, manifest)
 
 
 def _reason(error: Exception) -> str:
@@ -81,11 +126,22 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _small_file(path: Path, limit: int) -> bytes:
-    body = regular_files.read_bytes(path, limit + 1)
-    if len(body) > limit:
-        raise InvalidManifest(f"{path.name} has more than {limit} bytes")
-    return body
+def _small_file(at: Address, name: str, limit: int) -> bytes:
+    with at.store.read(at.name, name) as file:
+        if (size := file.seek(0, SEEK_END)) > limit:
+            raise InvalidManifest(f"{name} has more than {limit} bytes")
+        body = bytearray(size)
+        _fill(memoryview(body), file, name, 0)
+    return bytes(body)
+
+
+def _fill(view: memoryview, file: RawIOBase, name: str, at: int) -> None:
+    file.seek(at)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise InvalidManifest(f"{name}: unexpected end of file")
+        view = view[count:]
 
 
 def read_tensors(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -98,8 +154,8 @@ def read_tensors(checkpoint: Checkpoint, targets: Mapping[str, Tensor]) -> dict[
     for item in plan_load(targets, manifest):
         items[item.name, item.chunk].append(item)
     tensors: dict[str, Tensor] = {}
-    with _Reader(checkpoint.folder, manifest.block) as reader:
-        reader.check_headers(manifest)
+    with _Reader(checkpoint) as reader:
+        reader.check_headers()
         chunks = [(_entry(manifest, name).chunks[index], name, index) for name, index in items]
         for chunk, name, index in sorted(chunks, key=lambda each: (each[0].file, each[0].at)):
             _read_chunk(reader, _entry(manifest, name), chunk, name, items[name, index], targets[name], tensors)
@@ -164,10 +220,11 @@ def _rows(chunk: Chunk, items: list[ReadItem]) -> tuple[int, int]:
 class _Reader:
     """Reads rows of chunks while another thread hashes them."""
 
-    def __init__(self, folder: Path, block: int) -> None:
-        self._folder, self._block = folder, block
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._at, self._manifest, self._block = checkpoint.at, checkpoint.manifest, checkpoint.manifest.block
         self._checks: list[tuple[Future[str], str, str]] = []
-        self._name, self._descriptor = "", -1
+        self._name = ""
+        self._file: RawIOBase | None = None
         self._hasher = BlockHasher()
 
     def __enter__(self) -> _Reader:
@@ -183,20 +240,14 @@ class _Reader:
             self._close()
 
     def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
-    def _file(self, name: str) -> int:
-        if name != self._name or self._descriptor < 0:
-            self._close()
-            self._descriptor, self._name = regular_files.open_descriptor(self._folder / name), name
-        return self._descriptor
-
-    def check_headers(self, manifest: Manifest) -> None:
+    def check_headers(self) -> None:
         """Other programs read the headers instead of the manifest, so both must list the same tensors."""
-        expected = _headers(manifest)
-        for name, file in manifest.files.items():
+        expected = _headers(self._manifest)
+        for name, file in self._manifest.files.items():
             try:
                 header = bytearray(file.header_bytes)
                 self._read(name, 0, memoryview(header))
@@ -205,9 +256,9 @@ class _Reader:
                 if json.loads(header[8:]) != expected[name]:
                     raise InvalidManifest(f"the header of {name} does not list the tensors in {manifests.NAME}")
             except (OSError, InvalidManifest) as error:
-                raise corrupted(self._folder, _reason(error)) from None
+                raise corrupted(self._at, _reason(error)) from None
             except (ValueError, RecursionError):
-                raise corrupted(self._folder, f"the header of {name} is not valid JSON") from None
+                raise corrupted(self._at, f"the header of {name} is not valid JSON") from None
 
     def rows(self, name: str, entry: Entry, chunk: Chunk, first: int, last: int) -> Tensor:
         """Rows `first` up to `last` of a chunk. The blocks that contain them are read and verified."""
@@ -224,34 +275,32 @@ class _Reader:
             try:
                 self._read(chunk.file, place, view[at : at + self._block])
             except (OSError, InvalidManifest) as error:
-                raise corrupted(self._folder, f"{name} in {_reason(error)}") from None
+                raise corrupted(self._at, f"{name} in {_reason(error)}") from None
             self._checks.append((self._hasher.submit(view[at : at + self._block]), expected, where))
         self._compare(8)
         start = first * width - begin
         return data[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-    def _read(self, file: str, at: int, view: memoryview) -> None:
-        descriptor = self._file(file)
-        while view:
-            count = os.preadv(descriptor, [view], at)
-            if count == 0:
-                raise InvalidManifest(f"{file}: unexpected end of file")
-            view, at = view[count:], at + count
+    def _read(self, name: str, at: int, view: memoryview) -> None:
+        if self._file is None or name != self._name:
+            self._close()
+            self._file, self._name = self._at.store.read(self._at.name, name), name
+        _fill(view, self._file, name, at)
 
     def _compare(self, leave: int) -> None:
         """Compare all but the last `leave` hashes, which may be computed during further reads."""
         while len(self._checks) > leave:
             found, expected, where = self._checks.pop(0)
             if found.result() != expected:
-                raise corrupted(self._folder, f"{where}: hash mismatch")
+                raise corrupted(self._at, f"{where}: hash mismatch")
 
 
-def verify(folder: Path) -> Checkpoint:
+def verify(at: Address) -> Checkpoint:
     """Read every block and compare its hash."""
-    checkpoint = open_checkpoint(folder)
+    checkpoint = open_checkpoint(at)
     manifest = checkpoint.manifest
-    with _Reader(folder, manifest.block) as reader:
-        reader.check_headers(manifest)
+    with _Reader(checkpoint) as reader:
+        reader.check_headers()
         chunks = [(name, entry, chunk) for name, entry in manifest.tensors.items() for chunk in entry.chunks]
         for name, entry, chunk in sorted(chunks, key=lambda part: (part[2].file, part[2].at)):
             rows = chunk.sizes[0] if chunk.sizes else 1

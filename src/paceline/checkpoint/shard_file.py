@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.filesystem import Filesystem, write_all
+from paceline.checkpoint.checkpoint_store import Write
 from paceline.checkpoint.manifest import BLOCK, CODES, Chunk, File, digest
 from paceline.checkpoint.planner import WriteItem
 from paceline.errors import CheckpointError
@@ -90,31 +90,29 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_file(disk: Filesystem, path: Path, layout: FileLayout, item_bytes: Callable[[int], memoryview]) -> Written:
-    """Write the items, whose bytes `item_bytes` returns by index. The file is synced to disk when this returns."""
+def write_file(
+    file: AbstractContextManager[Write], name: str, layout: FileLayout, item_bytes: Callable[[int], memoryview]
+) -> Written:
+    """Write the items, whose bytes `item_bytes` returns by index, to the file `name`."""
     began = perf_counter()
     chunks: list[tuple[WriteItem, list[Future[str]], int]] = []
     with BlockHasher() as hasher:
-        descriptor = disk.create(path)
-        try:
-            write_all(disk, descriptor, memoryview(layout.header))
+        with file as write:
+            write(memoryview(layout.header))
             for index, item in enumerate(layout.items):
-                hashes = _write_item(disk, descriptor, item_bytes(index), hasher)
+                hashes = _write_item(write, item_bytes(index), hasher)
                 chunks.append((item, hashes, len(layout.header) + layout.starts[index]))
-            disk.sync(descriptor)
-        finally:
-            disk.close(descriptor)
-        made = [(item, _chunk(path.name, item, at, hashes)) for item, hashes, at in chunks]
+        made = [(item, _chunk(name, item, at, hashes)) for item, hashes, at in chunks]
     header = layout.header
-    file = File(bytes=len(header) + layout.size, header_bytes=len(header), header_hash=digest(header))
-    return Written(path.name, file, made, {"write": perf_counter() - began, "hash": hasher.busy})
+    written = File(bytes=len(header) + layout.size, header_bytes=len(header), header_hash=digest(header))
+    return Written(name, written, made, {"write": perf_counter() - began, "hash": hasher.busy})
 
 
-def _write_item(disk: Filesystem, descriptor: int, data: memoryview, hasher: BlockHasher) -> list[Future[str]]:
+def _write_item(write: Write, data: memoryview, hasher: BlockHasher) -> list[Future[str]]:
     hashes = []
     for at in range(0, len(data), BLOCK):
         hashes.append(hasher.submit(data[at : at + BLOCK]))
-        write_all(disk, descriptor, data[at : at + BLOCK])
+        write(data[at : at + BLOCK])
     return hashes
 
 

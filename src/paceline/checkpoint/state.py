@@ -270,6 +270,6 @@ def _is_in(checkpoint: Checkpoint, entry: StateEntry) -> bool:
         return True
     raise CheckpointError(
         "other-format",
-        f"Checkpoint {checkpoint.folder} has an unsupported format: no state of {entry.key}.",
+        f"Checkpoint {checkpoint.at} has an unsupported format: no state of {entry.key}.",
         fix="load it with the version of paceline that wrote it",
     )

@@ -1,9 +1,9 @@
 """A save from start to commit, on every rank of a group or on one rank alone.
 
-    saving = writer.begin(folder, tensors, description, background=True)
+    saving = writer.begin(address, tensors, description, background=True)
     ...                                  # the next forward and backward
     saving.wait_for_copy()               # before the weights change
-    folder = saving.result()             # waits for the commit
+    saved = saving.result()              # waits for the commit
 
 A background save blocks training only for one message, the plan (reused from the previous save) and the start of a
 copy. The rest runs on a thread: each rank writes its file and reports to the first rank, which commits.
@@ -15,20 +15,23 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from datetime import UTC, datetime, timedelta
 from time import perf_counter
 from typing import Any
 
 import torch.distributed as torch_dist
 from torch import Tensor
 
-from paceline.checkpoint import local_store, transfer
-from paceline.checkpoint.filesystem import Filesystem
-from paceline.checkpoint.host_copy import HostCopy, lower_priority
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint import transfer
+from paceline.checkpoint.checkpoint_store import Address, CheckpointStore, Draft
+from paceline.checkpoint.host_copy import Allocate, HostCopy, lower_priority, map_memory
 from paceline.checkpoint.manifest import BLOCK, FORMAT, Chunk, Entry, File, Manifest
 from paceline.checkpoint.planner import Group, LocalShard, plan_save, signature
+from paceline.checkpoint.reader import candidates, open_checkpoint
 from paceline.checkpoint.shard_file import FileLayout, bytes_of, lay_out, write_file
 from paceline.errors import CheckpointError
+from paceline.run.folder import BEST, LATEST
 from paceline.runtime import objects
 from paceline.runtime.consistency import Report, capture_error, raise_first_error, run_on_first_rank
 
@@ -52,9 +55,9 @@ class Description:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The folder, size and duration of a save: seconds of writing and hashing on this rank, and in total."""
+    """The address, size and duration of a save: seconds of writing and hashing on this rank, and in total."""
 
-    folder: Path
+    at: Address
     bytes: int
     seconds: Mapping[str, float]
 
@@ -82,13 +85,14 @@ class PendingSave:
 class Writer:
     """Saves on every rank of a group, one at a time; without a group, on this rank alone.
 
-    Ranks `without_access` to the folder write through the first rank of the group.
+    Ranks `without_access` to the store write through the first rank of the group. `allocate` returns the memory for
+    copies of background saves.
     """
 
     def __init__(
-        self, group: Group = None, disk: Filesystem | None = None, without_access: Collection[int] = ()
+        self, group: Group = None, without_access: Collection[int] = (), allocate: Allocate = map_memory
     ) -> None:
-        self._group, self._disk, self._without_access = group, disk or Filesystem(), without_access
+        self._group, self._without_access, self._allocate = group, without_access, allocate
         self._rank = 0 if group is None else torch_dist.get_rank(group)
         self._planned_for: tuple[Any, ...] | None = None
         self._layout: FileLayout | None = None
@@ -98,7 +102,7 @@ class Writer:
 
     def begin(
         self,
-        target: Path,
+        at: Address,
         tensors: Mapping[str, LocalShard],
         description: Description,
         *,
@@ -107,16 +111,26 @@ class Writer:
         overwrite: bool = False,
         unique_name: bool = False,
         before: Callable[[], None] | None = None,
-        after: Callable[[Path], None] | None = None,
+        after: Callable[[str], None] | None = None,
     ) -> PendingSave:
-        """`volatile` lists tensors that the next forward may change. `unique_name` appends a number if `target` exists.
-        `before` and `after` are called on the first rank right before and after the checkpoint is committed, on the
-        writing thread."""
+        """`volatile` lists tensors that the next forward may change. `unique_name` appends a number to a name that is
+        taken. `before` and `after` (with the name) are called on the first rank right before and after the checkpoint
+        is committed, on the writing thread."""
         if self._last is not None:
             self._last._task.exception()  # one at a time; errors are raised by its own result()
         layout = self._plan(tensors)
-        where = (self._group, self._rank, self._without_access, self._disk, target)
-        job = _SaveJob(*where, description, layout, overwrite, unique_name, before, after)
+        job = _SaveJob(
+            self._group,
+            self._rank,
+            self._without_access,
+            at,
+            description,
+            layout,
+            overwrite,
+            unique_name,
+            before,
+            after,
+        )
         locals_ = [tensors[item.name].local for item in layout.items]
         if not background:
             task: Future[SaveResult] = Future()
@@ -153,7 +167,7 @@ class Writer:
         if self._copy is not None and not self._copy.adopt(layout, devices):
             self._copy.close()
             self._copy = None
-        self._copy = self._copy or HostCopy(layout, devices)
+        self._copy = self._copy or HostCopy(layout, devices, self._allocate)
         return self._copy
 
     def _plan(self, tensors: Mapping[str, LocalShard]) -> FileLayout:
@@ -180,14 +194,13 @@ class _SaveJob:
     group: Group
     rank: int
     without_access: Collection[int]
-    disk: Filesystem
-    target: Path
+    at: Address
     description: Description
     layout: FileLayout
     overwrite: bool
     unique_name: bool
     before: Callable[[], None] | None
-    after: Callable[[Path], None] | None
+    after: Callable[[str], None] | None
 
     def run_copied(self, copy: HostCopy) -> SaveResult:
         copy.finish()
@@ -196,16 +209,15 @@ class _SaveJob:
     def run(self, item_bytes: Callable[[int], memoryview]) -> SaveResult:
         began = perf_counter()
         sizes = self._gather(self.layout.size)
-        opened = self._on_first_rank(lambda: self._create_partial(sum(sizes)))
-        partial = Path(opened["partial"])
-        self.target = Path(opened["target"])
-        reports = self._gather(self._written(partial, item_bytes))
+        draft = Draft(**self._on_first_rank(lambda: self._create(sum(sizes))))
+        self.at = Address(self.at.store, draft.name)
+        reports = self._gather(self._written(draft, item_bytes))
         if self.rank == 0 and any("error" in report for report in reports):
-            local_store.try_to_remove(self.disk, partial)
+            self.at.store.discard(draft)
         raise_first_error(reports)
-        self._on_first_rank(lambda: self._commit(partial, reports))
+        self._on_first_rank(lambda: self._commit(draft, reports))
         seconds = {**reports[self.rank]["seconds"], "all": perf_counter() - began}
-        return SaveResult(self.target, sum(report["file"]["bytes"] for report in reports), seconds)
+        return SaveResult(self.at, sum(report["file"]["bytes"] for report in reports), seconds)
 
     def _gather(self, value: Any) -> list[Any]:
         return [value] if self.group is None else self._collective(lambda: objects.all_gather(value, self.group))
@@ -224,49 +236,60 @@ class _SaveJob:
         raise_first_error([report])
         return report
 
-    def _create_partial(self, size: int) -> dict[str, Any]:
-        if self.unique_name:
-            self.target = local_store.unused_name(self.target)
-        partial = local_store.create_partial(self.disk, self.target, size, overwrite=self.overwrite)
-        return {"partial": str(partial), "target": str(self.target)}
+    def _create(self, size: int) -> dict[str, Any]:
+        store, name = self.at
+        return store.create(name, size, overwrite=self.overwrite, unique_name=self.unique_name)._asdict()
 
-    def _written(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
+    def _written(self, draft: Draft, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
         """The report of this rank, or its error. The first rank also writes the files of ranks without access."""
-        own = capture_error(lambda: self._write(partial, item_bytes), self._not_written)
+        own = capture_error(lambda: self._write(draft, item_bytes), self._not_written)
         for source in self.without_access if self.rank == 0 else ():
-            receive = functools.partial(self._receive, source, partial / _file_name(source))
-            received = capture_error(receive, self._not_written)
+            received = capture_error(functools.partial(self._receive, source, draft), self._not_written)
             own = received if "error" in received and "error" not in own else own
         return own
 
-    def _write(self, partial: Path, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
-        path = partial / _file_name(self.rank)
-        if self.rank in self.without_access:
-            written = transfer.send_file(self.group, lambda disk: write_file(disk, path, self.layout, item_bytes))
-        else:
-            written = write_file(self.disk, path, self.layout, item_bytes)
-        return {**written.to_json(), "aliases": dict(self.description.aliases)}
+    def _write(self, draft: Draft, item_bytes: Callable[[int], memoryview]) -> dict[str, Any]:
+        name, is_sent = _file_name(self.rank), self.rank in self.without_access
+        file = transfer.sending(self.group) if is_sent else self.at.store.write(draft, name)
+        return {**write_file(file, name, self.layout, item_bytes).to_json(), "aliases": dict(self.description.aliases)}
 
-    def _receive(self, source: int, path: Path) -> dict[str, Any]:
-        transfer.receive_file(self.group, source, self.disk, path)
+    def _receive(self, source: int, draft: Draft) -> dict[str, Any]:
+        transfer.receive_file(self.group, source, self.at.store.write(draft, _file_name(source)))
         return {}
 
-    def _commit(self, partial: Path, reports: list[dict[str, Any]]) -> dict[str, Any]:
-        manifest = _manifest(self.description, reports, local_store.creation_time(self.target.parent))
-        if self.before is not None:
-            self.before()
-        local_store.commit(self.disk, partial, self.target, manifest, overwrite=self.overwrite)
+    def _commit(self, draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        store, name = self.at
+        try:
+            manifest = _manifest(self.description, reports, _creation_time(store))
+            body, digest = manifests.encode(manifest)
+            self._require_readable(len(body), manifest)
+            if self.before is not None:
+                self.before()
+        except BaseException:
+            store.discard(draft)
+            raise
+        store.commit(draft, {manifests.DIGEST: digest, manifests.NAME: body}, overwrite=self.overwrite)
         if self.after is not None:
             try:
-                self.after(self.target)
+                self.after(name)
             except OSError as error:
                 raise CheckpointError(
                     "not-tidied",
-                    f"Checkpoint {self.target} was saved, but updating its folder failed: {error.strerror or error}.",
+                    f"Checkpoint {self.at} was saved, but updating its folder failed: {error.strerror or error}.",
                     why="the latest pointer could not be updated, or an older checkpoint could not be removed",
                     fix="check the free space and the permissions of the folder; the next save tries again",
                 ) from error
         return {}
+
+    def _require_readable(self, length: int, manifest: Manifest) -> None:
+        limit = manifests.max_bytes(sum(file.bytes for file in manifest.files.values()))
+        if length > limit:
+            raise CheckpointError(
+                "too-much-metadata",
+                f"The manifest of {self.at} is too large: {length} bytes, the limit is {limit}.",
+                why="metadata and callback state are stored in it as JSON",
+                fix="store long lists of numbers as tensors",
+            )
 
     def _not_written(self, reason: str) -> CheckpointError:
         return self._not_saved(reason, "" if self.group is None else f" on rank {self.rank}")
@@ -274,7 +297,7 @@ class _SaveJob:
     def _not_saved(self, reason: str, where: str = "") -> CheckpointError:
         return CheckpointError(
             "not-saved",
-            f"Could not write checkpoint {self.target}{where}: {reason}.",
+            f"Could not write checkpoint {self.at}{where}: {reason}.",
             why="earlier checkpoints were not modified",
             fix="check the free space and the permissions of its folder",
         )
@@ -282,6 +305,18 @@ class _SaveJob:
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank}.safetensors"
+
+
+def _creation_time(store: CheckpointStore) -> str:
+    """Now, or just after the latest checkpoint if the clock was set back, because checkpoints are sorted by it."""
+    now = datetime.now(UTC)
+    for name in store.pointer(LATEST)[:1]:
+        try:
+            last = datetime.fromisoformat(open_checkpoint(Address(store, name)).manifest.created)
+            now = max(now, last + timedelta(microseconds=1))
+        except (CheckpointError, ValueError, TypeError):
+            continue
+    return now.isoformat(timespec="microseconds")
 
 
 def _manifest(description: Description, reports: list[dict[str, Any]], created: str) -> Manifest:
@@ -299,3 +334,17 @@ def _manifest(description: Description, reports: list[dict[str, Any]], created: 
         tensors={name: Entry(dtype=dtype, shape=shape, chunks=own) for name, (dtype, shape, own) in found.items()},
         **{**asdict(description), "aliases": aliases},
     )
+
+
+def prune(store: CheckpointStore, keep: int, keep_every: int | None) -> list[str]:
+    """Remove all but the newest `keep`, the best, and multiples of `keep_every` steps. Returns the removed names."""
+    best = store.pointer(BEST)
+    saved = [(found.at.name, found.manifest.step) for found in candidates(store) if found.manifest is not None]
+    removed = [
+        name
+        for name, step in saved[keep:]
+        if name.startswith("step-") and name not in best and (keep_every is None or step % keep_every)
+    ]
+    for name in removed:
+        store.delete(name)
+    return removed

@@ -32,14 +32,7 @@ Changes = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_in(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_in(value)
+    return (leaf for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
 def floors(batch: Any) -> dict[int, float]:

@@ -10,6 +10,7 @@ The number of steps in an epoch may change: a sampler changes it in `set_epoch` 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -193,6 +194,13 @@ class EpochLengths:
         self._source, self._count = source, count
         self._known: list[int] = []
         self._warned = False
+        self._begins = Place(0, 0)
+
+    def beginning_at(self, begins: Place) -> EpochLengths:
+        """Those of data that the run began to read there, after other data."""
+        later = copy.copy(self)
+        later._begins = begins
+        return later
 
     @cached_property
     def _vary(self) -> bool:
@@ -220,7 +228,7 @@ class EpochLengths:
 
     def of(self, epoch: int) -> int | None:
         """Steps in one epoch; None if unknown."""
-        return self._at(epoch) if self._vary else self.per_epoch
+        return self._at(epoch - self._begins.epoch) if self._vary else self.per_epoch
 
     def check(self, source: str, epoch: int, steps: int) -> None:
         """Warn, once, if an epoch that was read had another number of steps."""
@@ -236,42 +244,22 @@ class EpochLengths:
         """Steps in all epochs before this one; None if unknown."""
         if epoch is None:
             return None
+        epochs = max(0, epoch - self._begins.epoch)
         if self._vary:
-            return sum(self._at(past) for past in range(epoch))
-        return None if self.per_epoch is None else epoch * self.per_epoch
+            return self._begins.skip + sum(self._at(past) for past in range(epochs))
+        return None if self.per_epoch is None else self._begins.skip + epochs * self.per_epoch
 
     def locate(self, step: int) -> Place | None:
         """The position of a step; None if unknown."""
-        if not self._vary:
-            return Place(*divmod(step, self.per_epoch)) if self.per_epoch else None
-        epoch = 0
-        while step >= self._at(epoch):
-            if self._at(epoch) == 0:  # an empty epoch is an error when it is read
-                break
-            step, epoch = step - self._at(epoch), epoch + 1
-        return Place(epoch, step)
-
-
-class LaterLengths(EpochLengths):
-    """The lengths of epochs of data that a run began to read after others."""
-
-    def __init__(self, own: EpochLengths, begins: Place) -> None:
-        self._own, self._begins = own, begins
-
-    @property
-    def per_epoch(self) -> int | None:
-        return self._own.per_epoch
-
-    def of(self, epoch: int) -> int | None:
-        return self._own.of(epoch - self._begins.epoch)
-
-    def before(self, epoch: int | None) -> int | None:
-        steps = None if epoch is None else self._own.before(max(0, epoch - self._begins.epoch))
-        return None if steps is None else self._begins.skip + steps
-
-    def locate(self, step: int) -> Place | None:
-        place = self._own.locate(step - self._begins.skip)
-        return None if place is None else Place(place.epoch + self._begins.epoch, place.skip)
+        epoch, step = 0, step - self._begins.skip
+        if self._vary:
+            while step >= self._at(epoch) > 0:  # an empty epoch is an error when it is read
+                step, epoch = step - self._at(epoch), epoch + 1
+        elif self.per_epoch:
+            epoch, step = divmod(step, self.per_epoch)
+        else:
+            return None
+        return Place(epoch + self._begins.epoch, step)
 
 
 UNKNOWN = EpochLengths(None, lambda: None)

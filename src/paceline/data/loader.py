@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from paceline.data.batches import apply, floors
-from paceline.data.epoch_reader import UNKNOWN, EpochLengths, LaterLengths, Place, plain_attributes
+from paceline.data.epoch_reader import UNKNOWN, EpochLengths, Place, plain_attributes
 from paceline.data.input_hints import Collate, explain_pickling
 from paceline.data.same_reading import content_of, require_same_samples, try_collate, watch_order
 from paceline.data.sample_order import FormulaOrder, SampleOrder
@@ -243,7 +243,7 @@ class LaterLoader(Loader):
     def __init__(self, own: Loader, begins: Place) -> None:
         self._own, self._begins = own, begins
         self.input, self.repeatable = own.input, own.repeatable
-        self.lengths = LaterLengths(own.lengths, begins)
+        self.lengths = own.lengths.beginning_at(begins)
 
     @property
     def samples(self) -> int | None:

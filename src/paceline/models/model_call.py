@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_map_only
 
 from paceline.errors import TrainError
 from paceline.models import huggingface
-from paceline.models.losses import Loss
+from paceline.models.losses import IGNORE_INDEX, Loss
 from paceline.models.usage_errors import explain_criterion
 from paceline.run.user_frame import place_of
 
-IGNORED_LABEL = -100
 _TARGETS = ("targets", "labels", "target", "label")
 _OUTPUTS = ("outputs", "logits", "output")
 
@@ -162,7 +161,7 @@ def _forward_keys(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
 def _token_mean(first: int) -> ModelCall:
     def call(model: Any, batch: Any) -> Loss:
         labels = batch["labels"]
-        weight = (labels[:, first:] != IGNORED_LABEL).sum()
+        weight = (labels[:, first:] != IGNORE_INDEX).sum()
         # A mean over no tokens would be 0/0, with a NaN gradient even at weight zero: count one token instead.
         labels = labels.clone()
         labels[:, first] = torch.where(weight == 0, 0, labels[:, first])

@@ -83,6 +83,15 @@ def append(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
+def sync(path: Path) -> None:
+    """Write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace(path: Path, content: bytes) -> None:
     """Write a file, atomically. Whatever has its name is replaced, not written to."""
     with replacing(path) as partial:

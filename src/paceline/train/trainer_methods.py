@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from paceline.checkpoint.local_store import locate
 from paceline.data import adopt
 from paceline.data.loader import MicroBatch
 from paceline.run.history import require_free_names
@@ -106,7 +107,8 @@ class TrainerMethods(CustomLoopMethods):
         Example:
             >>> trainer.save_checkpoint("saved", metadata={"note": "before fine-tuning"})
         """
-        self._saver.write(Path(folder), include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
+        at = locate(Path(folder).absolute())
+        self._saver.write(at, include_optimizer=include_optimizer, metadata=metadata, overwrite=overwrite)
 
     def load_checkpoint(self, path: str | Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Restore weights, optimizer, position and random state. The number of ranks and the layout may differ.

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline.checkpoint.export import Format, export, gpt2_config, gpt2_weights
 from paceline.checkpoint.external import load_external_weights
+from paceline.checkpoint.local_store import locate
 from paceline.errors import CheckpointError, ModelError
 from paceline.models.gpt import GPT
 from small_checkpoints import flip_a_bit, save, write
@@ -48,7 +49,7 @@ def same(model: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("build", [gpt, batch_norm])
 def test_a_torch_file_fills_the_model_strictly(tmp_path: Path, build: Callable[[], nn.Module]) -> None:
     model, fresh = build(), build().requires_grad_(False)
-    export(save(tmp_path / "step-000012", model), "torch", tmp_path / "out" / "model.pt")
+    export(locate(save(tmp_path / "step-000012", model)), "torch", tmp_path / "out" / "model.pt")
     fresh.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in fresh.state_dict().items()})
     fresh.load_state_dict(torch.load(tmp_path / "out" / "model.pt", weights_only=True), strict=True)
     assert same(model, fresh)
@@ -56,7 +57,7 @@ def test_a_torch_file_fills_the_model_strictly(tmp_path: Path, build: Callable[[
 
 def test_a_safetensors_file_holds_tied_weights_once_and_fills_the_model(tmp_path: Path) -> None:
     model, fresh = gpt(), gpt(seed=1)
-    count = export(of_gpt(tmp_path, model), "safetensors", tmp_path / "model.safetensors")
+    count = export(locate(of_gpt(tmp_path, model)), "safetensors", tmp_path / "model.safetensors")
     assert "head.weight" not in safetensors.torch.load_file(tmp_path / "model.safetensors")
     assert count == sum(parameter.numel() for parameter in model.parameters())
     assert safetensors.torch.load_model(fresh, tmp_path / "model.safetensors") == (set(), [])
@@ -67,7 +68,7 @@ def test_a_safetensors_file_holds_tied_weights_once_and_fills_the_model(tmp_path
 def test_exported_weights_can_be_loaded(tmp_path: Path, to: Format) -> None:
     model, fresh = gpt(), gpt(seed=1)
     output = tmp_path / f"model.{to}"
-    export(of_gpt(tmp_path, model), to, output)
+    export(locate(of_gpt(tmp_path, model)), to, output)
     fresh.load_state_dict(load_external_weights(output).weights, strict=True)
     assert same(model, fresh)
 
@@ -76,7 +77,7 @@ def test_exported_weights_can_be_loaded(tmp_path: Path, to: Format) -> None:
 def test_a_gpt_becomes_a_gpt2_with_the_same_logits(tmp_path: Path, seed: int) -> None:
     transformers = pytest.importorskip("transformers")
     model = gpt(seed)
-    export(of_gpt(tmp_path, model), "huggingface", tmp_path / "gpt2")
+    export(locate(of_gpt(tmp_path, model)), "huggingface", tmp_path / "gpt2")
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2", output_loading_info=True)
     assert not any(report.values())
     tokens = torch.randint(50, (3, 16), generator=torch.Generator().manual_seed(seed))
@@ -88,7 +89,7 @@ def test_a_gpt_becomes_a_gpt2_with_the_same_logits(tmp_path: Path, seed: int) ->
 
 def test_options_that_the_recipe_leaves_out_are_the_models_own(tmp_path: Path) -> None:
     folder = save(tmp_path / "step-000012", GPT(), recipe={"model": {"name": "gpt"}})
-    export(folder, "huggingface", tmp_path / "gpt2")
+    export(locate(folder), "huggingface", tmp_path / "gpt2")
     settings = json.loads((tmp_path / "gpt2" / "config.json").read_text())
     assert (settings["n_head"], settings["n_layer"], settings["vocab_size"]) == (4, 4, 256)
 
@@ -96,13 +97,13 @@ def test_options_that_the_recipe_leaves_out_are_the_models_own(tmp_path: Path) -
 def test_another_model_under_the_name_gpt_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "step-000012", batch_norm(), recipe={"model": {"name": "gpt"}})
     with pytest.raises(ModelError, match="not-gpt2"):
-        export(folder, "huggingface", tmp_path / "gpt2")
+        export(locate(folder), "huggingface", tmp_path / "gpt2")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
 
 
 def test_another_model_is_exported_to_a_folder_with_its_description(tmp_path: Path) -> None:
     model, section = batch_norm(), {"name": "mine", "width": 4}
-    export(save(tmp_path / "step-000012", model, recipe={"model": section}), "huggingface", tmp_path / "out")
+    export(locate(save(tmp_path / "step-000012", model, recipe={"model": section})), "huggingface", tmp_path / "out")
     fresh = batch_norm()
     safetensors.torch.load_model(fresh, tmp_path / "out" / "model.safetensors")
     assert same(model, fresh)
@@ -113,14 +114,14 @@ def test_another_model_is_exported_to_a_folder_with_its_description(tmp_path: Pa
 def test_averages_replace_weights_also_tied_ones_and_buffers_stay(tmp_path: Path) -> None:
     tensors = {"model/a": torch.zeros(2), "model/count": torch.tensor(5), "ema/z": torch.ones(2)}
     folder = write(tmp_path / "step-000012", tensors, aliases={"model/z": "model/a"})
-    export(folder, "torch", tmp_path / "model.pt", ema=True)
+    export(locate(folder), "torch", tmp_path / "model.pt", ema=True)
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"a": [1, 1], "z": [1, 1], "count": 5}
 
 
 def test_averages_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no-ema"):
-        export(of_gpt(tmp_path), "torch", tmp_path / "model.pt", ema=True)
+        export(locate(of_gpt(tmp_path)), "torch", tmp_path / "model.pt", ema=True)
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -131,7 +132,7 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path, to: Format) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     for name in ("file", "folder", "link"):
         with pytest.raises(CheckpointError, match="exists"):
-            export(folder, to, tmp_path / name)
+            export(locate(folder), to, tmp_path / name)
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "nowhere").exists()
 
 
@@ -145,7 +146,7 @@ def test_a_failed_export_leaves_nothing_and_has_a_code(
     folder = of_gpt(tmp_path)
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(CheckpointError, match=r"Could not write .*: No space left"):
-        export(folder, to, tmp_path / "out")
+        export(locate(folder), to, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000012"]
 
 
@@ -153,12 +154,12 @@ def test_a_failed_export_leaves_nothing_and_has_a_code(
 def test_a_folder_that_cannot_be_created_has_a_code(tmp_path: Path, to: Format) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(CheckpointError, match="not-exported"):
-        export(of_gpt(tmp_path), to, tmp_path / "file" / "out")
+        export(locate(of_gpt(tmp_path)), to, tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_others_may_read_what_was_exported_as_they_may_read_any_file(tmp_path: Path, to: Format) -> None:
-    export(of_gpt(tmp_path), to, tmp_path / "out")
+    export(locate(of_gpt(tmp_path)), to, tmp_path / "out")
     (tmp_path / "usual").touch()
     written = [path for path in [tmp_path / "out", *tmp_path.glob("out/*")] if path.is_file()]
     assert written and {path.stat().st_mode for path in written} == {(tmp_path / "usual").stat().st_mode}
@@ -168,7 +169,7 @@ def test_damage_is_found_before_anything_is_written(tmp_path: Path) -> None:
     folder = write(tmp_path / "step-000012", {"model/a": torch.zeros(100)})
     flip_a_bit(folder)
     with pytest.raises(CheckpointError, match="model/a in rank-0"):
-        export(folder, "torch", tmp_path / "out.pt")
+        export(locate(folder), "torch", tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 
 

@@ -4,14 +4,17 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from paceline.checkpoint import host_copy
 from paceline.checkpoint.host_copy import HostCopy, HostMemory
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.planner import LocalShard, plan_save
 from paceline.checkpoint.shard_file import bytes_of, lay_out
+from paceline.checkpoint.writer import Description, Writer
 
 TENSORS = {
     "weights": torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).bfloat16(),
@@ -73,6 +76,23 @@ def test_every_byte_can_be_used_and_is_backed_by_pages(monkeypatch: pytest.Monke
     assert torch.equal(view, torch.full((1_001,), 7, dtype=torch.uint8))
 
 
+def test_the_memory_may_be_somebody_elses(tmp_path: Path) -> None:
+    """As that of a launcher, in which a save outlives its rank. It may be larger than what was asked for."""
+    given: list[bytearray] = []
+
+    def allocate(size: int) -> bytearray:
+        given.append(bytearray(size + 100))
+        return given[-1]
+
+    writer, tensor = Writer(allocate=allocate), torch.arange(1000.0)
+    tensors = {"model/w": LocalShard(tensor)}
+    writer.begin(locate(tmp_path / "a"), tensors, Description(1, 0, True), background=True).result()
+    writer.close()
+    [memory] = given
+    assert bytes(tensor.numpy().data) in bytes(memory)
+    assert (tmp_path / "a" / "rank-0.safetensors").read_bytes().endswith(bytes(tensor.numpy().data))
+
+
 def test_preparing_can_be_ended_early() -> None:
     memory = HostMemory(1 << 34, None)  # more than this machine may have: nothing is allocated until it is touched
     memory.stop()
@@ -85,7 +105,7 @@ def test_preparing_can_be_ended_early() -> None:
 def test_a_forked_process_that_drops_the_memory_keeps_its_own() -> None:
     """With MADV_DONTFORK, mappings of the child are placed where the memory was, and removed with it."""
     size = 1 << 24
-    kept = [host_copy._map(size) for _ in range(4)]
+    kept = [host_copy.map_memory(size) for _ in range(4)]
     child = os.fork()
     if not child:
         own = [mmap.mmap(-1, size) for _ in range(8)]

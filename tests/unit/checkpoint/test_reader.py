@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from faults import hostile, saves
 from paceline.checkpoint import reader as checkpoint_reader
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.planner import LocalShard
 from paceline.checkpoint.writer import Description, Writer
 from paceline.errors import CheckpointError
@@ -22,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_bits_dtypes_and_shapes_are_restored(folder: Path) -> None:
-    read = saves.read_full(checkpoint_reader.open_checkpoint(folder), "")
+    read = saves.read_full(checkpoint_reader.open_checkpoint(locate(folder)), "")
     assert saves.bits(read) == saves.bits(saves.values(1))
 
 
@@ -34,7 +35,7 @@ def test_bits_dtypes_and_shapes_are_restored(folder: Path) -> None:
 def test_every_dtype_is_restored(dtype: torch.dtype, tmp_path: Path) -> None:
     content = {"x": torch.arange(24).reshape(4, 6).to(dtype), "none": torch.zeros(0, 2).to(dtype)}
     folder = saves.save(tmp_path, 1, content)
-    assert saves.bits(saves.read_full(checkpoint_reader.verify(folder), "")) == saves.bits(content)
+    assert saves.bits(saves.read_full(checkpoint_reader.verify(locate(folder)), "")) == saves.bits(content)
 
 
 def test_a_dtype_without_a_word_in_safetensors_is_refused(tmp_path: Path) -> None:
@@ -44,18 +45,17 @@ def test_a_dtype_without_a_word_in_safetensors_is_refused(tmp_path: Path) -> Non
 
 
 def test_a_prefix_chooses_and_goes(folder: Path) -> None:
-    read = saves.read_full(checkpoint_reader.open_checkpoint(folder), "optimizer/weight/")
+    read = saves.read_full(checkpoint_reader.open_checkpoint(locate(folder)), "optimizer/weight/")
     assert list(read) == ["exp_avg"]
 
 
 def test_another_name_of_a_tensor_reads_the_same(tmp_path: Path) -> None:
     writer = Writer()
     held = {"model/a": LocalShard(torch.arange(6.0).reshape(2, 3))}
-    folder = (
-        writer.begin(tmp_path / "one", held, Description(1, 0, True, aliases={"model/b": "model/a"})).result().folder
-    )
+    described = Description(1, 0, True, aliases={"model/b": "model/a"})
+    at = writer.begin(locate(tmp_path / "one"), held, described).result().at
     writer.close()
-    read = saves.read_full(checkpoint_reader.open_checkpoint(folder), "model/")
+    read = saves.read_full(checkpoint_reader.open_checkpoint(at), "model/")
     assert torch.equal(read["b"], held["model/a"].local) and torch.equal(read["a"], read["b"])
 
 
@@ -63,17 +63,17 @@ def test_rows_that_no_rank_wants_are_not_read(tmp_path: Path) -> None:
     """Damage in the last block does not stop one who needs the first: blocks are checked where they are read."""
     rows = torch.zeros(2 * (16 << 20) // 1024, 256)  # 32 MiB, two blocks
     folder = saves.save(tmp_path, 1, {"x": rows})
-    checkpoint = checkpoint_reader.open_checkpoint(folder)
+    checkpoint = checkpoint_reader.open_checkpoint(locate(folder))
     chunk = checkpoint.manifest.tensors["x"].chunks[0]
     assert len(chunk.hashes) == 2
     with (folder / chunk.file).open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x01")
-    with checkpoint_reader._Reader(folder, checkpoint.manifest.block) as reader:
+    with checkpoint_reader._Reader(checkpoint) as reader:
         first = reader.rows("x", checkpoint.manifest.tensors["x"], chunk, 0, 10)
     assert first.shape == (10, 256) and not first.any()
     with pytest.raises(CheckpointError, match="hash mismatch"):
-        checkpoint_reader.verify(folder)
+        checkpoint_reader.verify(locate(folder))
 
 
 def test_other_programs_can_read_the_file(folder: Path) -> None:
@@ -82,20 +82,20 @@ def test_other_programs_can_read_the_file(folder: Path) -> None:
 
 def test_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
-        checkpoint_reader.open_checkpoint(tmp_path)
+        checkpoint_reader.open_checkpoint(locate(tmp_path))
     assert caught.value.code == "checkpoint.missing"
 
 
 @pytest.mark.parametrize("name", ["step-000004-2", "step-2", "anything"])
 def test_any_name_is_fine(name: str, folder: Path) -> None:
-    assert checkpoint_reader.verify(folder.rename(folder.with_name(name))).manifest.step == 4
+    assert checkpoint_reader.verify(locate(folder.rename(folder.with_name(name)))).manifest.step == 4
 
 
 def test_a_file_that_is_short_is_seen_without_reading_it(folder: Path) -> None:
     with (folder / "rank-0.safetensors").open("ab") as file:
         file.write(b"x")
     with pytest.raises(CheckpointError, match=r"rank-0\.safetensors has \d+ bytes, expected \d+"):
-        checkpoint_reader.open_checkpoint(folder)
+        checkpoint_reader.open_checkpoint(locate(folder))
 
 
 def test_a_manifest_that_gives_bytes_another_dtype_is_refused_by_the_header(folder: Path) -> None:
@@ -103,4 +103,4 @@ def test_a_manifest_that_gives_bytes_another_dtype_is_refused_by_the_header(fold
     manifest["tensors"]["model/half"]["dtype"] = "F16"  # as wide as before, so nothing else changes
     hostile.put(folder, json.dumps(manifest).encode())
     with pytest.raises(CheckpointError, match="does not list the tensors"):
-        checkpoint_reader.verify(folder)
+        checkpoint_reader.verify(locate(folder))

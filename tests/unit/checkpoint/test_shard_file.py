@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.local_store import Filesystem, new_file
 from paceline.checkpoint.manifest import digest
 from paceline.checkpoint.planner import WriteItem
 from paceline.checkpoint.shard_file import bytes_of, label, lay_out, write_file
@@ -36,7 +36,7 @@ def test_a_written_file_is_safetensors_and_its_hashes_are_those_of_its_bytes(tmp
     layout = lay_out([item(name, tensor) for name, tensor in TENSORS.items()])
     ordered = [TENSORS[each.name] for each in layout.items]
     path = tmp_path / "rank-0.safetensors"
-    written = write_file(Filesystem(), path, layout, lambda index: bytes_of(ordered[index]))
+    written = write_file(new_file(Filesystem(), path), path.name, layout, lambda index: bytes_of(ordered[index]))
     loaded = load_file(path)
     assert {name: tensor.dtype for name, tensor in loaded.items()} == {n: t.dtype for n, t in TENSORS.items()}
     assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())

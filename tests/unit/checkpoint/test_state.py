@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.reader import Checkpoint, open_checkpoint
 from paceline.checkpoint.state import StateEntry, TrainingState
 from paceline.checkpoint.writer import Description, Writer
@@ -35,8 +36,8 @@ def save(folder: Path, state: TrainingState, metadata: Any = None, **options: An
     described = Description(
         step=1, epoch=0, optimizer=True, layout=LAYOUT, state=snapshot.values, metadata=snapshot.metadata
     )
-    Writer().begin(folder / "c", snapshot.tensors, described, volatile=snapshot.volatile).result()
-    return open_checkpoint(folder / "c")
+    Writer().begin(locate(folder / "c"), snapshot.tensors, described, volatile=snapshot.volatile).result()
+    return open_checkpoint(locate(folder / "c"))
 
 
 def load(state: TrainingState, checkpoint: Checkpoint, **options: Any) -> Any:
@@ -73,7 +74,7 @@ def test_a_key_that_begins_as_another_does_is_not_read_with_it(tmp_path: Path) -
 def test_no_part_is_changed_unless_every_entry_was_verified(tmp_path: Path) -> None:
     state = training_state(StateEntry("first", Part(1)), StateEntry("second", Part({"x": torch.zeros(4)})))
     checkpoint = save(tmp_path, state)
-    flip_a_bit(checkpoint.folder)
+    flip_a_bit(tmp_path / "c")
     first, second = Part("own"), Part("own")
     with pytest.raises(CheckpointError, match=r"checkpoint\.damaged.*second/x"):
         load(training_state(StateEntry("first", first), StateEntry("second", second)), checkpoint)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.local_store import locate
 from paceline.checkpoint.reader import open_checkpoint, read_tensors
 from paceline.checkpoint.state import TrainingState
 from paceline.checkpoint.writer import Description, Writer
@@ -37,7 +38,7 @@ def state_through(one: Any, change: Callable[[WeightsView], WeightsView]) -> Tra
 def save(folder: Path, state: TrainingState) -> None:
     snapshot = state.capture(without=["optimizer"])
     description = Description(0, 0, optimizer=False, state=snapshot.values, aliases=snapshot.aliases)
-    Writer().begin(folder, snapshot.tensors, description).result()
+    Writer().begin(locate(folder), snapshot.tensors, description).result()
 
 
 def test_a_feature_chooses_what_a_checkpoint_and_a_state_dict_have(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_feature_chooses_what_a_checkpoint_and_a_state_dict_have(tmp_path: Pat
     view = last_layer_only(weights_view(one._engine))
     assert sorted(view.state_dict()) == ["adapter.last.bias", "adapter.last.weight"]
     save(tmp_path / "c", state_through(one, last_layer_only))
-    names = [name for name in open_checkpoint(tmp_path / "c").manifest.tensors if name.startswith("model/")]
+    names = [name for name in open_checkpoint(locate(tmp_path / "c")).manifest.tensors if name.startswith("model/")]
     assert sorted(names) == ["model/adapter.last.bias", "model/adapter.last.weight"]
 
 
@@ -56,7 +57,7 @@ def test_what_a_view_leaves_out_stays_when_its_checkpoint_is_loaded(tmp_path: Pa
     save(tmp_path / "c", state_through(one, last_layer_only))
     first = other.model.first.weight.clone()
     state = state_through(other, last_layer_only)
-    state.apply(state.read(open_checkpoint(tmp_path / "c"), weights_only=True))
+    state.apply(state.read(open_checkpoint(locate(tmp_path / "c")), weights_only=True))
     assert torch.equal(other.model.last.weight, one.model.last.weight)
     assert torch.equal(other.model.first.weight, first) and not torch.equal(first, one.model.first.weight)
 
@@ -70,7 +71,7 @@ def test_a_view_may_show_copies_in_full_precision(tmp_path: Path) -> None:
         return replace(view, entries=lambda **options: {**view.entries(**options), **masters})
 
     save(tmp_path / "c", state_through(one, with_masters))
-    checkpoint = open_checkpoint(tmp_path / "c")
+    checkpoint = open_checkpoint(locate(tmp_path / "c"))
     saved = read_tensors(checkpoint, {"model/last.weight": torch.empty(1, 8, device="meta")})
     assert torch.equal(saved["model/last.weight"], masters["last.weight"])
 

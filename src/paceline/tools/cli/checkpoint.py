@@ -18,8 +18,9 @@ from paceline.text import columns, format_age, format_bytes, plural, shorten
 from paceline.tools.cli.options import Json, examples
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.local_store import StoredCheckpoint
+    from paceline.checkpoint.checkpoint_store import Address
     from paceline.checkpoint.manifest import Manifest
+    from paceline.checkpoint.reader import StoredCheckpoint
 
 app = typer.Typer(help="List, inspect, verify and export checkpoints.", no_args_is_help=True)
 
@@ -71,10 +72,10 @@ def inspect(
     tensors = _tensors(manifest)
     if as_json:
         about = manifest.model_dump(mode="json", exclude={"tensors"})
-        print(json.dumps({"path": str(checkpoint.folder), **about, "tensors": tensors}, indent=2))
+        print(json.dumps({"path": str(checkpoint.at), **about, "tensors": tensors}, indent=2))
         return
     facts = {
-        "checkpoint": short(checkpoint.folder),
+        "checkpoint": short(str(checkpoint.at)),
         "step": f"{manifest.step} (epoch {manifest.epoch})",
         "created": manifest.created,
         "contents": _contents(manifest),
@@ -107,12 +108,12 @@ def verify(path: Where, as_json: Json = False) -> None:
     for found in _found(path) or [_nothing(path)]:
         problem = None
         try:
-            reader.verify(found.folder)
+            reader.verify(found.at)
         except CheckpointError as error:
             problem = _reason(error)
-        problems[str(found.folder)] = problem
+        problems[str(found.at)] = problem
         if not as_json:
-            print(f"{short(found.folder)}: {'ok' if problem is None else f'corrupted: {problem}'}", flush=True)
+            print(f"{short(str(found.at))}: {'ok' if problem is None else f'corrupted: {problem}'}", flush=True)
     if as_json:
         print(json.dumps([{"path": each, "good": not why, "problem": why} for each, why in problems.items()], indent=2))
     raise SystemExit(1 if any(problems.values()) else 0)
@@ -132,41 +133,41 @@ def export(
     """Export the model of a checkpoint (of a run: the newest one) for other programs."""
     from paceline.checkpoint import export as exporting
 
-    folder = _chosen(path, best)
-    count = exporting.export(folder, to, output, ema=ema)
-    print(f"{short(folder)} -> {output}: {count:,} {'averaged ' if ema else ''}weights ({to})")
+    at = _chosen(path, best)
+    count = exporting.export(at, to, output, ema=ema)
+    print(f"{short(str(at))} -> {output}: {count:,} {'averaged ' if ema else ''}weights ({to})")
 
 
 def _found(path: Path) -> list[StoredCheckpoint]:
     """The checkpoints at or below a path, newest first, unreadable ones last."""
-    from paceline.checkpoint import local_store, manifest, reader
+    from paceline.checkpoint import local_store, reader
 
     path = local_store.follow_pointer(path)
     if not path.exists():
         fix = "pass a run, e.g. gpt or runs/gpt; paceline ls lists them"
         raise CheckpointError("missing", f"Folder {path} does not exist.", fix=fix)
-    if (path / manifest.NAME).exists():
-        try:
-            return [local_store.StoredCheckpoint(path, reader.open_checkpoint(path).manifest)]
-        except CheckpointError as problem:
-            return [local_store.StoredCheckpoint(path, None, problem)]
-    found = [each for folder in checkpoint_folders(path) for each in local_store.candidates(folder)]
+    if reader.is_checkpoint(at := local_store.locate(path)):
+        return [reader.describe(at)]
+    stores = map(local_store.LocalStore, checkpoint_folders(path))
+    found = [each for store in stores for each in reader.candidates(store)]
     return sorted(found, key=lambda each: "" if each.manifest is None else each.manifest.created, reverse=True)
 
 
-def _chosen(path: Path, best: bool) -> Path:
+def _chosen(path: Path, best: bool) -> Address:
     """The best checkpoint of a run, or the newest one with a readable manifest. Skipped ones are reported."""
     from paceline.checkpoint import local_store
 
     if best:
         places = [folder / BEST for folder in checkpoint_folders(path)]
-        return local_store.follow_pointer(next((place for place in places if place.is_file()), places[1]))
+        chosen = next((place for place in places if place.is_file()), places[1])
+        return local_store.locate(local_store.follow_pointer(chosen))
     found = _found(path) or [_nothing(path)]
-    found = [each for each in found if each.folder.parent == RunFolder(path).checkpoints] or found  # not of a part
+    whole = str(RunFolder(path).checkpoints)
+    found = [each for each in found if each.at.store.where() == whole] or found  # not of a part
     for each in found:
         if each.problem is not None and len(found) > 1:
             print(f"{each.problem.what} Skipping it.", file=sys.stderr)
-    return found[0].folder
+    return found[0].at
 
 
 def _nothing(path: Path) -> StoredCheckpoint:
@@ -179,15 +180,11 @@ def _nothing(path: Path) -> StoredCheckpoint:
 
 
 def _facts(found: StoredCheckpoint) -> dict[str, Any]:
-    from paceline.checkpoint import local_store
+    from paceline.checkpoint.checkpoint_store import POINTERS
 
     facts: dict[str, Any] = {
-        "path": str(found.folder),
-        "marks": [
-            each
-            for each in local_store.POINTERS
-            if found.folder.name in local_store.read_pointer(found.folder.parent, each)
-        ],
+        "path": str(found.at),
+        "marks": [each for each in POINTERS if found.at.name in found.at.store.pointer(each)],
         "problem": None if found.problem is None else _reason(found.problem),
     }
     if found.manifest is not None:
@@ -253,7 +250,7 @@ def _groups(tensors: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     if len(groups) > _GROUPS:
         others = by_size[_GROUPS - 1 :]
         groups[f"{len(others)} others"] = [entry for name in others for entry in groups.pop(name)]
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, entries in sorted(groups.items(), key=lambda group: not group[0].startswith("model/")):
         values = sum(prod(entry["shape"]) for entry in entries)
         dtypes = sorted({entry["dtype"] for entry in entries})

@@ -58,11 +58,12 @@ def evaluate(
 
 def find_weights(name: str, *, best: bool) -> str:
     """The path of a run, by its name or path, of its best checkpoint, of another checkpoint, or of a file."""
-    from paceline.checkpoint.manifest import NAME
+    from paceline.checkpoint.local_store import locate
+    from paceline.checkpoint.reader import is_checkpoint
     from paceline.tools.watch.run_list import find_run
 
     path = Path(name).absolute()
-    if not best and (path.is_file() or (path / NAME).exists()):
+    if not best and (path.is_file() or is_checkpoint(locate(path))):
         return str(path)
     run = find_run(name)
     return str(run.best if best else run.path)

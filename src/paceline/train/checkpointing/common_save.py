@@ -11,8 +11,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from paceline.checkpoint import local_store
+from paceline.checkpoint.local_store import LocalStore
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.reader import candidates
 from paceline.errors import CheckpointError
 from paceline.run.folder import RunFolder, short
 from paceline.train.checkpointing.run_handle import TOGETHER
@@ -50,8 +51,8 @@ def common_names(run: RunFolder, reached: Mapping[Path, int]) -> list[str] | Non
 
 def _manifests(run: Path) -> dict[str, Manifest]:
     """By the names of the checkpoints, newest first."""
-    found = local_store.candidates(RunFolder(run).checkpoints)
-    return {each.folder.name: each.manifest for each in found if each.manifest is not None}
+    found = candidates(LocalStore(RunFolder(run).checkpoints))
+    return {each.at.name: each.manifest for each in found if each.manifest is not None}
 
 
 def _steps(of: Path, manifest: Manifest) -> dict[Path, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *
     names = [name for name in (*manifest.tensors, *manifest.aliases) if name.startswith("model/")]
     entries = {name.removeprefix("model/"): manifest.entry(name) for name in {*names, *targets}}
     saved = {name: tuple(entry.shape) for name, entry in entries.items() if entry is not None}
-    require_same_names(checkpoint.folder, own, saved, is_stage=is_stage)
+    require_same_names(str(checkpoint.at), own, saved, is_stage=is_stage)
     sources: dict[int, tuple[str, list[list[str]]]] = {}
     for path, tensor in targets.items():
         entry = manifest.entry(path)
@@ -111,11 +110,11 @@ def _require_same_model(checkpoint: Checkpoint, targets: Mapping[str, Tensor], *
         first, expected = sources.setdefault(id(tensor), (path, hashes))
         if hashes != expected:
             raise other_model(
-                checkpoint.folder, f"{first} and {path} are tied in this model, but differ in the checkpoint"
+                str(checkpoint.at), f"{first} and {path} are tied in this model, but differ in the checkpoint"
             )
 
 
-def require_same_names(source: Path, own: Mapping[str, Shape], saved: Mapping[str, Shape], *, is_stage: bool) -> None:
+def require_same_names(source: str, own: Mapping[str, Shape], saved: Mapping[str, Shape], *, is_stage: bool) -> None:
     """Raise if names or shapes of the model's tensors differ from the saved ones. `is_stage`: the model has the names
     of its own modules only."""
     both = [name for name in own if name in saved]
@@ -131,7 +130,7 @@ def require_same_names(source: Path, own: Mapping[str, Shape], saved: Mapping[st
         raise other_model(source, "; ".join(shown))
 
 
-def other_model(source: Path, difference: str) -> CheckpointError:
+def other_model(source: str, difference: str) -> CheckpointError:
     return CheckpointError(
         "other-model",
         f"{source} does not match the model: {difference}.",

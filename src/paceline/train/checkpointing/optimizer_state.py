@@ -90,7 +90,7 @@ class OptimizerState(ShardedStateful):
     def _require_same_optimizer(self, checkpoint: Checkpoint) -> None:
         saved, kind = checkpoint.manifest.state["optimizer"], type(self._engine.bound.optimizer).__name__
         fix = "build the same optimizer, or load only the weights: load_checkpoint(…, weights_only=True)"
-        where = checkpoint.folder
+        where = checkpoint.at
         if saved["kind"] != kind:
             what = f"Checkpoint {where} has the state of {saved['kind']}, but the optimizer is {kind}."
             raise CheckpointError("other-optimizer", what, fix=fix)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import external, local_store
-from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.filesystem import Filesystem
-from paceline.checkpoint.reader import Checkpoint, open_checkpoint
+from paceline.checkpoint import external
+from paceline.checkpoint.checkpoint_store import Address, CheckpointStore
+from paceline.checkpoint.local_store import LocalStore, follow_pointer, locate, no_pointer
+from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.reader import Checkpoint, candidates, is_checkpoint, open_checkpoint, verified
 from paceline.checkpoint.state import LoadedState, TrainingState
 from paceline.checkpoint.transfer import fetch
 from paceline.data.epoch_reader import Place
@@ -45,7 +47,7 @@ _NOT_TRAINING = {
 class LoadedFrom:
     """What was loaded last: a checkpoint, with its step, or a file of weights."""
 
-    path: Path
+    path: str
     step: int | None = None
 
     def __str__(self) -> str:
@@ -63,48 +65,58 @@ class Restorer:
     def load(self, path: Path, *, weights_only: bool = False) -> dict[str, Any]:
         """Load a checkpoint, the newest intact one of a run folder, or a weights file. Returns its metadata.
         Collective: nothing is modified unless every rank has read and verified its part."""
-        with self._engine.telemetry.loading(self._engine.position):
-            return self._load_any(path, weights_only)
+        with self._loading():
+            path = follow_pointer(path, collectives.broadcast_object)
+            kind = collectives.broadcast_object(_kind(path))
+            if kind == "file":
+                return self._load_file(path)
+            if kind == "run":
+                return self._newest(_checkpoints_in(path), weights_only)[1]
+            return self._load_one(locate(path), weights_only)
 
     def load_best(self, *, weights_only: bool) -> dict[str, Any]:
-        if self._run.folder is None:
-            raise local_store.no_pointer(Path(BEST))
-        return self.load(self._run.folder.best, weights_only=weights_only)
+        store = self._run.store
+        if store is None:
+            raise no_pointer(BEST)
+        with self._loading():
+            name = collectives.broadcast_object(next(iter(store.pointer(BEST)), None))
+            if name is None:
+                raise no_pointer(store.where(BEST))
+            return self._load_one(Address(store, name), weights_only)
 
-    def _load_any(self, path: Path, weights_only: bool) -> dict[str, Any]:
-        require_own_weights(self._engine)
-        self._saver.wait_for_copy()
-        self._saver.finish()
-        require_same_method()  # rank 0 may still be writing it
-        path = local_store.follow_pointer(path, collectives.broadcast_object)
-        kind = collectives.broadcast_object(_kind(path))
-        if kind == "file":
-            return self._load_file(path)
-        if kind == "run":
-            return self._newest(_checkpoints_in(path), weights_only)[1]
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        with self._engine.telemetry.loading(self._engine.position):
+            require_own_weights(self._engine)
+            self._saver.wait_for_copy()
+            self._saver.finish()
+            require_same_method()  # rank 0 may still be writing it
+            yield
+
+    def _load_one(self, at: Address, weights_only: bool) -> dict[str, Any]:
         try:
-            return self._load(path, weights_only)
+            return self._load(at, weights_only)
         except CheckpointError as error:
             if error.code != "checkpoint.damaged":
                 raise
-            fix = self._suggest_intact(path)
+            fix = self._suggest_intact(at)
             raise CheckpointError("damaged", error.what, why=error.why, fix=fix) from None
 
-    def _suggest_intact(self, path: Path) -> str:
+    def _suggest_intact(self, at: Address) -> str:
         found = None
         if self._engine.world.is_main:
-            found = next((str(each.folder) for each in local_store.verified(path.parent, excluding=path)), None)
+            found = next((str(each.at) for each in verified(at.store, excluding=at.name)), None)
         found = collectives.broadcast_object(found)
         return f"load {found}, the newest intact checkpoint there" if found else "no other checkpoint there is intact"
 
-    def _load(self, path: Path, weights_only: bool) -> dict[str, Any]:
-        with fetch(path, self._saver.group(), self._ranks_without(path)) as here:
-            loaded = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {path}")
-        _require_same_checkpoint(path, loaded.checkpoint)
+    def _load(self, at: Address, weights_only: bool) -> dict[str, Any]:
+        with fetch(at, self._saver.group(), self._ranks_without(at)) as here:
+            loaded = run_on_all_ranks(lambda: self._read(here, weights_only), f"Loading {at}")
+        _require_same_checkpoint(at, loaded.checkpoint)
         self._apply(loaded, weights_only)
         manifest = loaded.checkpoint.manifest
-        self.loaded = LoadedFrom(path, manifest.step)
-        self._continue_from(None if weights_only else path.name, {} if weights_only else manifest.data)
+        self.loaded = LoadedFrom(str(at), manifest.step)
+        self._continue_from(None if weights_only else at.name, {} if weights_only else manifest.data)
         if not weights_only:
             self._log_recipe_changes(manifest.recipe)
             report_other_replicas(self._engine, manifest)
@@ -132,15 +144,15 @@ class Restorer:
         if before.get("ema.decay") is not None and self._engine.average is None:
             self._engine.log.warning("changed since this checkpoint: no ema; the averaged weights are discarded")
 
-    def _ranks_without(self, path: Path) -> list[int]:
+    def _ranks_without(self, at: Address) -> list[int]:
         """The ranks without access to the checkpoint on rank 0, which is sent to them."""
         if self._engine.config.checkpoint.unshared == "refuse":
             return []
-        seen = collectives.all_gather_object((path / manifests.NAME).exists())
+        seen = collectives.all_gather_object(is_checkpoint(at))
         return [rank for rank, sees in enumerate(seen) if not sees] if seen[0] else []
 
-    def _read(self, path: Path, weights_only: bool) -> LoadedState:
-        checkpoint = open_checkpoint(path)
+    def _read(self, at: Address, weights_only: bool) -> LoadedState:
+        checkpoint = open_checkpoint(at)
         without = () if checkpoint.manifest.optimizer else ("optimizer",)
         return self._state.read(checkpoint, weights_only=weights_only, without=without)
 
@@ -177,7 +189,7 @@ class Restorer:
                 copy_shard_(tensor, loaded.weights[name])
         self._start_over()
         self._continue_from(None, {})
-        self.loaded = LoadedFrom(path)
+        self.loaded = LoadedFrom(str(path))
         return loaded.metadata
 
     def _load_external(self, path: Path) -> external.ExternalWeights:
@@ -213,7 +225,7 @@ class Restorer:
         }
         # Extra state is no tensor, but it has a name.
         saved = {name: tuple(each.shape) for name, each in loaded.weights.items() if name in needed or name not in own}
-        require_same_names(path, needed, saved, is_stage=self._engine.mesh.degrees.pipeline > 1)
+        require_same_names(str(path), needed, saved, is_stage=self._engine.mesh.degrees.pipeline > 1)
 
     def resume(self) -> None:
         """Load the checkpoint to resume from, if any. Collective."""
@@ -233,16 +245,16 @@ class Restorer:
         """Load initial weights, and nothing else."""
         require_path(source, "No initial weights")
         self.load(Path(source).absolute(), weights_only=True)
-        assert self.loaded is not None
         self._engine.log.info(f"initial weights: {self.loaded}")
 
     def _resume_in(self, run: RunFolder) -> bool:
         """Load the newest intact checkpoint of a run; False if it has none yet."""
-        engine, prefix = self._engine, self._run.log_prefix
+        engine, prefix, store = self._engine, self._run.log_prefix, self._run.store
+        assert store is not None
         if engine.world.is_main:
-            local_store.remove_leftovers(Filesystem(), run.checkpoints)
+            store.remove_leftovers()
         collectives.barrier()
-        if not collectives.broadcast_object(bool(local_store.candidates(run.checkpoints))):
+        if not collectives.broadcast_object(bool(candidates(store))):
             engine.log.info(f"{prefix}{run.short} has no checkpoint yet; starting from step 0")
             return False
         common = collectives.broadcast_object(run_on_all_ranks(lambda: self._common(run), "Resuming"))
@@ -250,7 +262,7 @@ class Restorer:
             engine.log.warning(f"{prefix}not all Trainers of {run.whole.short} have saved yet; starting from step 0")
             return False
         with engine.telemetry.loading(engine.position):
-            name, _ = self._newest(run.checkpoints, names=common)
+            name, _ = self._newest(store, names=common)
         note = "" if common is None else ", the last step at which all Trainers of the script have saved"
         engine.log.info(f"{prefix}resuming {run.short} from {name} (step {engine.position.step}{note})")
         return True
@@ -262,10 +274,10 @@ class Restorer:
         return common_names(run, reached) if self._engine.world.is_main else None
 
     def _newest(
-        self, folder: Path, weights_only: bool = False, names: list[str] | None = None
+        self, store: CheckpointStore, weights_only: bool = False, names: list[str] | None = None
     ) -> tuple[str, dict[str, Any]]:
         """Load the newest intact checkpoint, or the first one of `names`. Corrupted ones are skipped with a warning."""
-        found = local_store.candidates(folder) if self._engine.world.is_main else []
+        found = candidates(store) if self._engine.world.is_main else []
         # Those without optimizer state come last, because a resumed run would differ; and those of a rank that survived
         # others, whose records it does not have, if a scheduled one is near.
         known = [each.manifest for each in found if each.manifest is not None]
@@ -274,9 +286,9 @@ class Restorer:
         found.sort(key=lambda each: (own := each.manifest) is not None and _is_unrecorded(own) and own.step <= redone)
         found.sort(key=lambda each: each.manifest is not None and not each.manifest.optimizer)
         skipped = []
-        for name in names or collectives.broadcast_object([each.folder.name for each in found]):
+        for name in names or collectives.broadcast_object([each.at.name for each in found]):
             try:
-                metadata = self._load(folder / name, weights_only)
+                metadata = self._load(Address(store, name), weights_only)
             except CheckpointError as error:
                 if error.code != "checkpoint.damaged":
                     raise
@@ -286,7 +298,7 @@ class Restorer:
             return name, metadata
         raise CheckpointError(
             "nothing-good",
-            f"All {len(skipped)} checkpoints in {folder} are corrupted: {', '.join(skipped)}.",
+            f"All {len(skipped)} checkpoints in {store.where()} are corrupted: {', '.join(skipped)}.",
             why="starting over would look like a resumed run",
             fix="run paceline checkpoint verify for details, or set another name, run=…, to start over",
         )
@@ -342,21 +354,20 @@ def _none_without_section(values: dict[str, Any], other: Mapping[str, Any]) -> d
     return {**values, **dict.fromkeys(absent)}
 
 
-def _is_unrecorded(manifest: manifests.Manifest) -> bool:
+def _is_unrecorded(manifest: Manifest) -> bool:
     return UNRECORDED.items() <= manifest.data.items()
 
 
 def _kind(path: Path) -> str:
     if path.is_file():
         return "file"
-    is_run = not (path / manifests.NAME).exists() and local_store.candidates(_checkpoints_in(path))
-    return "run" if is_run else "checkpoint"
+    return "run" if not is_checkpoint(locate(path)) and candidates(_checkpoints_in(path)) else "checkpoint"
 
 
-def _require_same_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+def _require_same_checkpoint(at: Address, checkpoint: Checkpoint) -> None:
     """A path may be a different file on every node."""
     manifest = checkpoint.manifest
-    by_rank = collectives.all_gather_object([manifest.created, manifest.step, str(path)])
+    by_rank = collectives.all_gather_object([manifest.created, manifest.step, str(at)])
     for rank, (*identity, where) in enumerate(by_rank):
         if identity != by_rank[0][:2]:
             raise CheckpointError(
@@ -368,9 +379,9 @@ def _require_same_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
             )
 
 
-def _checkpoints_in(path: Path) -> Path:
+def _checkpoints_in(path: Path) -> LocalStore:
     inner = RunFolder(path).checkpoints
-    return inner if inner.is_dir() else path
+    return LocalStore(inner if inner.is_dir() else path)
 
 
 def require_exists(path: str | Path) -> Path:

@@ -24,9 +24,9 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpoint import local_store
-from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.checkpoint_store import CheckpointStore
+from paceline.checkpoint.local_store import LocalStore, follow_pointer, locate
+from paceline.checkpoint.reader import is_checkpoint
 from paceline.config.recipe import Config
 from paceline.data.epoch_reader import Place
 from paceline.errors import CheckpointError
@@ -117,8 +117,9 @@ class RunHandle:
         self.sinks = Sinks()
 
     @property
-    def checkpoints(self) -> Path | None:
-        return None if self.folder is None else self.folder.checkpoints
+    def store(self) -> CheckpointStore | None:
+        """Where its checkpoints are kept, if it has a folder."""
+        return None if self.folder is None else LocalStore(self.folder.checkpoints)
 
     def create(self, config: Config, rows: Mapping[str, Derived] | None = None) -> str | None:
         """Create the folder if there is none, lock it, and write the recipe and `rows`. Returns its path."""
@@ -154,7 +155,7 @@ class RunHandle:
         created = self._choose_folder(name) if self._world.is_main else None
         if created is not None:
             created.logs.mkdir(parents=True, exist_ok=True)
-            Filesystem().sync_folder(created.path.parent)
+            regular_files.sync(created.path.parent)
         return RunFolder(Path(collectives.broadcast_object(str(created))))
 
     def _choose_folder(self, name: str | None) -> RunFolder:
@@ -323,8 +324,8 @@ def checkpoint_to_resume(config: Config) -> Path | None:
     """The path in `resume`, if it is a checkpoint or a weights file, from which a new run starts."""
     if config.resume is None or config.resume == "auto":
         return None
-    path = local_store.follow_pointer(Path(config.resume).absolute())
-    return path if (path / manifests.NAME).exists() or path.is_file() else None
+    path = follow_pointer(Path(config.resume).absolute())
+    return path if is_checkpoint(locate(path)) or path.is_file() else None
 
 
 def requested_name(config: Config) -> str | None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.checkpoint_store import Address, CheckpointStore, step_name
 from paceline.checkpoint.state import Snapshot, TrainingState
-from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer
+from paceline.checkpoint.writer import Description, PendingSave, SaveResult, Writer, prune
 from paceline.config.recipe import Config
 from paceline.errors import CheckpointError
 from paceline.run.folder import BEST, LATEST
@@ -64,14 +62,14 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Save a scheduled step. Collective."""
-        if self._run.folder is not None and self._saved != step:
+        if self._run.store is not None and self._saved != step:
             self._save(step)
 
     def prepare(self) -> None:
         """Plan scheduled saves and allocate their memory, or the first one would wait for it. Collective."""
         config = self._config
         scheduled = (config.save_every, config.save_minutes, config.save_best) != (None, None, None)
-        if self._run.folder is None or self._writer is not None or not (scheduled and config.checkpoint.background):
+        if self._run.store is None or self._writer is not None or not (scheduled and config.checkpoint.background):
             return
         with self._engine.telemetry.saving():
             self._open_writer().prepare(self._capture(planned=True).tensors)
@@ -93,13 +91,13 @@ class Saver:
     def save_last(self, step: int) -> None:
         """Finish a pending save, then save this step if it has not been. Raises errors. Collective."""
         self.finish(tolerate_failure=False)
-        if self._run.folder is not None and self._saved != step:
+        if self._run.store is not None and self._saved != step:
             self._begin(step, background=False)
             self.finish(tolerate_failure=False)
 
     def save_best(self, step: int) -> None:
         """Save this step as the best so far. Collective."""
-        if self._run.folder is None:
+        if self._run.store is None:
             return
         if self._saved == step:
             self.finish()
@@ -116,19 +114,20 @@ class Saver:
             self.finish()
 
     def _begin(self, step: int, *, background: bool, best: bool = False) -> None:
-        assert self._run.checkpoints is not None
+        store = self._run.store
+        assert store is not None
         with self._engine.telemetry.saving():
             self._run.before_save()
             snapshot = self._capture()
             self._pending = self._open_writer().begin(
-                self._run.checkpoints / local_store.step_name(step),
+                Address(store, step_name(step)),
                 snapshot.tensors,
                 self._describe(snapshot, True),
                 volatile=snapshot.volatile,
                 background=background,
                 unique_name=True,
                 before=self._run.sync_records,
-                after=lambda folder: self._committed(folder, best),
+                after=partial(self._committed, store, best),
             )
         self._pending_step = self._saved = step
         self._engine.hooks.set(Hooks(name="saver", before_update=lambda step: self.wait_for_copy()))
@@ -154,23 +153,21 @@ class Saver:
             aliases=snapshot.aliases,
         )
 
-    def _committed(self, folder: Path, best: bool) -> None:
+    def _committed(self, store: CheckpointStore, best: bool, name: str) -> None:
         """Update the pointers, then remove old checkpoints. Called on rank 0, on the writing thread."""
-        disk, config = Filesystem(), self._config
-        local_store.write_pointer(disk, folder.parent, LATEST, [folder.name])
+        store.point(LATEST, [name])
         if best:
-            self._point_to_best(folder.name)
-        if config.keep is not None:
-            local_store.prune(disk, folder.parent, config.keep, config.keep_every)
+            self._point_to_best(name)
+        if self._config.keep is not None:
+            prune(store, self._config.keep, self._config.keep_every)
 
     def _point_to_best(self, name: str) -> None:
         """Add a checkpoint to the best ones, newest first, because each is better than the previous ones."""
-        if self._engine.world.is_main and self._run.checkpoints is not None:
-            before = [each for each in local_store.read_pointer(self._run.checkpoints, BEST) if each != name]
+        store = self._run.store
+        if self._engine.world.is_main and store is not None:
+            before = [each for each in store.pointer(BEST) if each != name]
             try:
-                local_store.write_pointer(
-                    Filesystem(), self._run.checkpoints, BEST, [name, *before][: self._config.keep_best]
-                )
+                store.point(BEST, [name, *before][: self._config.keep_best])
             except OSError as error:  # not fatal: the checkpoint is intact
                 self._engine.log.warning(f"Could not add {name} to the {BEST} pointer: {error.strerror or error}")
 
@@ -219,19 +216,20 @@ class Saver:
             return
         self._failures = 0
         telemetry.saved(self._pending_step)
-        self._run.parent = committed.folder.name
-        self._callbacks.call("on_save", Saved(self._pending_step, str(committed.folder)))
+        self._run.parent = committed.at.name
+        self._callbacks.call("on_save", Saved(self._pending_step, str(committed.at)))
 
     def write(
         self,
-        folder: Path,
+        at: Address,
         *,
         include_optimizer: bool = True,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool = False,
+        unique_name: bool = False,
         recorded: bool = True,
         alone: bool = False,
-        after: Callable[[Path], None] | None = None,
+        after: Callable[[str], None] | None = None,
     ) -> None:
         """Save synchronously. Collective if parameters are sharded or ranks have a state of their own; otherwise, and
         `alone`, only rank 0 saves."""
@@ -254,10 +252,11 @@ class Saver:
                 snapshot = with_means(snapshot, engine.replica_average, own=include_optimizer)
             description = self._describe(snapshot, include_optimizer, recorded=recorded)
             writer.begin(
-                folder.absolute(),
+                at,
                 snapshot.tensors,
                 description,
                 overwrite=overwrite,
+                unique_name=unique_name,
                 before=self._run.sync_records,
                 after=after,
             ).result()
@@ -273,8 +272,9 @@ class Saver:
         checkpoint and records them again, provided that this costs only a few steps."""
         engine, step, last = self._engine, self._engine.position.step, self._saved
         apart = "replicas train apart (sync.every)" if engine.replica_average is not None else ""
-        if self._run.checkpoints is None or engine.updater.is_changing or engine.is_blocked:
-            interrupted = apart and self._run.checkpoints is not None and engine.updater.is_changing
+        store = self._run.store
+        if store is None or engine.updater.is_changing or engine.is_blocked:
+            interrupted = apart and store is not None and engine.updater.is_changing
             return f"step {step} was not saved: {apart}, and a round was interrupted" if interrupted else None
         if step == self._run.began_at:  # no step was completed in this call
             return None
@@ -294,11 +294,11 @@ class Saver:
             return f"step {step} was not saved: {why}, and not all ranks reached the save"
         if alone and not engine.world.is_main:
             return None
-        target = local_store.unused_name(self._run.checkpoints / local_store.step_name(step))
         since = step - (self._run.began_at if last is None else last)
         spare = not recorded and self._run.parent is not None and since <= few_steps(self._config)
-        after = None if spare else partial(self._committed, best=False)
-        message = self._attempt(lambda: self.write(target, recorded=recorded, alone=alone, after=after), step)
+        after = None if spare else partial(self._committed, store, False)
+        options: dict[str, Any] = {"unique_name": True, "recorded": recorded, "alone": alone, "after": after}
+        message = self._attempt(lambda: self.write(Address(store, step_name(step)), **options), step)
         if spare:
             return f"{message}, but the run resumes from {self._run.parent}: other ranks died with their last losses"
         only = "the last recorded losses are those of this rank only (of_rank)"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint import local_store
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.checkpoint_store import step_name
+from paceline.checkpoint.local_store import LocalStore
 from paceline.tools.cli import main
 from small_checkpoints import flip_a_bit, write
 
@@ -38,9 +38,9 @@ def checkpoints(in_folder: Path) -> Path:
     for step in (100, 200):
         tensors = {"model/a": torch.full((8, 4), float(step)), "model/b": torch.zeros(3).bfloat16()}
         described = {"step": step, "optimizer": step == 200, "layout": layout, "metadata": {"note": "mine"}}
-        write(folder / local_store.step_name(step), tensors, aliases={"model/z": "model/a"}, **described)
-    local_store.write_pointer(Filesystem(), folder, "latest", ["step-000200"])
-    local_store.write_pointer(Filesystem(), folder, "best", ["step-000100"])
+        write(folder / step_name(step), tensors, aliases={"model/z": "model/a"}, **described)
+    LocalStore(folder).point("latest", ["step-000200"])
+    LocalStore(folder).point("best", ["step-000100"])
     return folder
 
 

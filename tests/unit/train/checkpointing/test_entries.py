@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 
 import paceline
 from paceline.checkpoint.export import export
+from paceline.checkpoint.local_store import locate
 from resumable import points, require_same_end, trainer
 from tiny import tiny_hf_gpt2
 
@@ -50,7 +51,7 @@ def test_a_hugging_face_model_is_exported_as_save_pretrained_does(tmp_path: Path
     torch.manual_seed(0)
     model = tiny_hf_gpt2()
     paceline.Trainer(model, run=False, quiet=True).save_checkpoint(tmp_path / "c")
-    export(tmp_path / "c", "huggingface", tmp_path / "exported")
+    export(locate(tmp_path / "c"), "huggingface", tmp_path / "exported")
     model.save_pretrained(tmp_path / "theirs")
     again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not any(report.values())

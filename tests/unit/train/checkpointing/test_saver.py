@@ -11,7 +11,7 @@ import torch
 import tiny
 from paceline import dist
 from paceline.checkpoint import host_copy
-from paceline.checkpoint.filesystem import Filesystem
+from paceline.checkpoint.local_store import Filesystem
 from paceline.errors import CheckpointError
 from resumable import Stream, points, trainer
 from worlds import ranks
