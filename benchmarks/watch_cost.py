@@ -1,7 +1,7 @@
 """What it costs to be watched for hangs: "Cost" of docs/reliability.md.
 
-Medians of rounds with and without the thread that writes the page of a rank (runtime/rank_watch.py), which take turns,
-on 2 ranks of this machine.
+Medians of rounds with and without the thread that writes the page of a rank (diagnose/hang/rank_monitor.py), which take
+turns, on 2 ranks of this machine.
 
     python benchmarks/watch_cost.py
 """
@@ -25,8 +25,8 @@ from torch import nn
 
 import paceline
 from paceline import dist
-from paceline.launcher.local import rank_main
-from paceline.runtime import environment, rank_watch
+from paceline.diagnose.hang import rank_monitor
+from paceline.runtime import environment
 
 ROUNDS, SECONDS = 25, 0.4
 
@@ -50,9 +50,9 @@ def compare(call: Callable[[], object]) -> str:
     logs = environment.log_folder()
     assert logs is not None
     took: dict[bool, list[float]] = {True: [], False: []}
-    rank_watch.abandon()
+    rank_monitor.abandon()
     for number in range(2 * ROUNDS):
-        watch = rank_main._start_watch(logs, dist.rank()) if number % 2 else None
+        watch = rank_monitor.start(logs.page(dist.rank()), logs.heartbeat(dist.rank())) if number % 2 else None
         took[watch is not None].append(timed(call))
         if watch is not None:
             watch.stop()

@@ -342,7 +342,7 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
         del result
         if not torch_dist.is_initialized():
             raise AssertionError("the test destroyed a process group that it did not initialize")
-        _end_watches()
+        standstill.end()
         order.args = order.kwargs = order.cells = None
         gc.collect()  # a model holds the group: its last reference must not go while gloo's threads work
         wait_until_idle()
@@ -352,12 +352,3 @@ def _run_body(settings: _Settings, order: _Order, rank: int) -> bool:
     except BaseException:
         Path(order.folder, f"{rank}.failed").write_text(f"{time.time()}\n{traceback.format_exc()}")
         return False
-
-
-def _end_watches() -> None:
-    """The threads of training, which serve all Trainers of a process group."""
-    for watch in (standstill._watch, standstill._hang_watch):
-        if watch is not None:
-            watch.end()
-            watch._thread.join(10)
-    standstill._watch = standstill._hang_watch = None

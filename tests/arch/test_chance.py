@@ -20,7 +20,7 @@ SLEEPS = {
     "faults/hangs.py": 3, "faults/healthy.py": 4, "faults/launches.py": 5, "faults/mismatches.py": 1,
     "faults/random_kills.py": 1, "faults/worlds.py": 1, "nodes.py": 4, "observed.py": 1,
     "ranks/test_collectives.py": 1, "ranks/test_launch_signals.py": 2, "ranks/test_notebook.py": 1,
-    "ranks/test_rank_watch.py": 1, "ranks/test_watch_command.py": 1, "system/slurm_cluster.py": 1,
+    "ranks/test_rank_monitor.py": 1, "ranks/test_watch_command.py": 1, "system/slurm_cluster.py": 1,
     "system/ssh_server.py": 1, "system/test_page_in_browser.py": 2, "system/test_ray.py": 1,
     "system/test_ssh_launch.py": 1, "system/waiting.py": 1, "unit/monitor/test_stragglers.py": 1,
     "unit/train/test_throughput.py": 1,

@@ -58,7 +58,6 @@ ELSEWHERE = {
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/method_check": ["faults/test_different_calls", "faults/test_on_error"],
     "runtime/collective_check": ["faults/test_mismatches", "ranks/test_collectives"],
-    "runtime/whereabouts": ["faults/test_different_calls", "faults/test_standstill"],
     "train/features/compress": ["ranks/test_compressed_training", "ranks/test_comm_hook"],
     "train/features/local_steps": ["ranks/test_local_steps", "ranks/test_local_state"],
     "train/custom_loop_methods": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],

@@ -27,7 +27,7 @@ Thread {pid} (idle): "MainThread"
     main (<string>:1)
 Thread {monitor} (idle): "rank watch"
     wait (threading.py:331)
-    run (paceline/runtime/rank_watch.py:88)
+    run (paceline/diagnose/hang/rank_monitor.py:88)
 """
 
 

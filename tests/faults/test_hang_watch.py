@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 import nodes
 import paceline
 from paceline import dist
+from paceline.diagnose.hang import rank_monitor
 from paceline.diagnose.hang.barrier import Call, Post
 from paceline.diagnose.hang.progress_limits import NoProgress
 from paceline.runtime import environment
@@ -109,7 +110,7 @@ def test_threads_end_silently_with_the_process_group() -> None:
         threading.excepthook = raised.append
         paceline.Trainer(nn.Linear(4, 2), criterion=nn.CrossEntropyLoss(), run=False, quiet=True)
         torch_dist.destroy_process_group()
-        wait_until(lambda: "paceline-standstill" not in {thread.name for thread in threading.enumerate()})
+        wait_until(lambda: not rank_monitor.current()._attached)
         assert not raised
 
     paceline.launch(body, ranks=2)

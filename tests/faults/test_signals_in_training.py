@@ -104,7 +104,7 @@ def evaluated(folder: Path, rank: int | None, data: Any = None, **settings: Any)
         ({"eval_every": 4}, None, 4),
         pytest.param({"eval_every": 4, "strategy": "fsdp"}, None, 4, marks=pytest.mark.nightly),
         pytest.param({"eval_every": 100}, None, STEPS, marks=pytest.mark.nightly),  # the last one
-        ({}, Unmeasured(), None),  # at the end of the first epoch
+        pytest.param({}, Unmeasured(), None, marks=pytest.mark.nightly),  # at the end of the first epoch
     ],
     ids=["ddp", "fsdp", "last", "epoch"],
 )
@@ -152,7 +152,7 @@ def test_training_continues_after_sigusr1(tmp_path: Path) -> None:
     assert saved(tmp_path) == ["step-000003", "step-000005", "step-000008"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
 def test_an_interrupt_saves_and_is_a_keyboard_interrupt_on_all_ranks(tmp_path: Path, strategy: str) -> None:
     ended = worlds.run(2, partial(train, tmp_path, strategy=strategy, callbacks=[Sends(signal.SIGINT)]))
     assert [each.kind for each in ended] == ["KeyboardInterrupt"] * 2

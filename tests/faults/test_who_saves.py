@@ -19,7 +19,7 @@ from paceline.checkpoint.local_store import LocalStore
 from paceline.checkpoint.reader import verified
 from paceline.errors import PacelineError
 from paceline.parallel.shards import local_shard
-from paceline.runtime import whereabouts
+from paceline.runtime.collective_check import current_board
 
 LATER = pytest.mark.nightly
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def hears(call: Callable[[], Any]) -> str:
 def is_elsewhere(rank: int) -> bool:
     """Whether it has told that it is outside of the Trainer's methods. It may be the last to leave one, and tells where
     it is only now and then."""
-    post = whereabouts.board().read_post(rank)
+    post = current_board().read_post(rank)
     return post is not None and "trainer." not in post.place
 
 

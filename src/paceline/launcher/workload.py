@@ -11,8 +11,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.diagnose.hang import rank_monitor
 from paceline.errors import LaunchError
-from paceline.runtime import environment, rank_watch
+from paceline.runtime import environment
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Target:
 
 
 def _replace_process(program: str, args: tuple[str, ...]) -> None:
-    rank_watch.abandon()
+    rank_monitor.abandon()
     try:
         os.execvp(program, [program, *args])
     except OSError as error:

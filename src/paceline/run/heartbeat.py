@@ -11,7 +11,7 @@ The heartbeat is a memory-mapped file: a write costs no system call and survives
 one write with the time of the previous one; each number by itself is consistent.
 
 How far a rank has come in detail is in its page, which a thread of the rank writes four times a second
-(runtime/rank_watch.py):
+(diagnose/hang/rank_monitor.py):
 
     writer = RankPageWriter(folder.page(rank))                 # in the rank
     writer.write({"pid": 4711, "micros": 12, ...})
@@ -34,7 +34,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from time import time
 from typing import Any, Literal, NamedTuple, get_args
@@ -51,6 +51,19 @@ _HEAD = b"paceline page 1\0"
 _BODY = struct.Struct("@Hqd")  # behind the head: phase, steps done, time of the last write
 _BODY_AT = len(_HEAD)
 _write_body = _BODY.pack_into
+
+
+@dataclass
+class Counters:
+    """What the main thread of this process has done. While they change, it does not stand still."""
+
+    micros: int = 0  # micro-batches of training whose forward has begun
+    read: int = 0  # batches of evaluations and of `trainer.loader`
+    calls: int = 0  # methods of the Trainer that all ranks have made together
+    ended: str = ""  # how its code has ended, if the launcher knows
+
+
+counters = Counters()
 
 
 class Heartbeat(NamedTuple):
@@ -190,7 +203,7 @@ class RankPage:
 
     time: float = 0.0  # of the write, by time.monotonic(), which is that of all processes of a machine
     pid: int = 0
-    micros: int = 0  # counters of runtime/whereabouts.py
+    micros: int = 0  # the counters
     read: int = 0
     calls: int = 0
     operations: int = 0  # entered plus left, of all groups, sends and receives included: changes with each
@@ -201,6 +214,7 @@ class RankPage:
     source: str = ""  # of `groups`: "flight recorder" or "sequence numbers"
     missing: str = ""  # what this torch does not tell
     ended: str = ""  # how its code ended
+    waits: bool = False  # for a store: no page is written then
 
 
 class RankPageWriter:
@@ -211,7 +225,7 @@ class RankPageWriter:
         self._number = 0
         with suppress(OSError):
             self._descriptor = regular_files.open_descriptor(path, os.O_RDWR | os.O_CREAT)
-            os.pwrite(self._descriptor, bytes(2 * _COPY), 0)  # takes the space, and removes the page of an earlier rank
+            os.pwrite(self._descriptor, bytes(2 * _COPY + 1), 0)  # takes the space, and removes an earlier page
 
     def write(self, values: Mapping[str, Any]) -> None:
         if self._descriptor < 0:
@@ -222,10 +236,11 @@ class RankPageWriter:
         with suppress(OSError):
             os.pwrite(self._descriptor, head + content, _COPY * (self._number % 2))
 
-    def close(self) -> None:
+    def mark(self, *, is_waiting: bool) -> None:
+        """Whether the thread that writes the page is about to wait for another process."""
         if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+            with suppress(OSError):
+                os.pwrite(self._descriptor, bytes([is_waiting]), 2 * _COPY)
 
 
 def pack_ranks(ranks: Iterable[int]) -> list[list[int]]:
@@ -266,10 +281,10 @@ def read_pages(folder: RunFolder) -> dict[int, RankPage]:
 def _read_page(path: Path) -> RankPage | None:
     for _ in range(_ATTEMPTS):  # a write may be in progress, after one that was interrupted
         with suppress(OSError):
-            content = regular_files.read_bytes(path, 2 * _COPY)
+            content = regular_files.read_bytes(path, 2 * _COPY + 1)
             found = [each for place in (0, _COPY) if (each := _decode(content[place : place + _COPY])) is not None]
             if found:
-                return max(found, key=lambda each: each[0])[1]
+                return replace(max(found, key=lambda each: each[0])[1], waits=content[2 * _COPY :] == b"\1")
     return None
 
 

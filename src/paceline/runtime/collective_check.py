@@ -7,15 +7,20 @@ then, and its error is known to the launcher.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
-from paceline.diagnose.hang.barrier import Arrival, Call, Post, arrive
+from paceline.diagnose.hang.barrier import Arrival, Board, Call, Post, arrive
 from paceline.errors import WorldError
+from paceline.run.heartbeat import counters
 from paceline.run.user_frame import running_line
-from paceline.runtime import process_group, whereabouts
+from paceline.runtime import process_group
 from paceline.text import by_rank
 
 Group = torch_dist.ProcessGroup | None
@@ -24,12 +29,53 @@ _SEQUENCE = "collectives"
 _SIMULATED = ("fake", "threaded")  # backends without other processes
 
 
+class GroupBoard(Board):
+    """The board of a process group, on a connection of its own: another thread may be waiting in that of the group."""
+
+    def __init__(self, name: str | None = None) -> None:
+        # Private, because the user may have initialized the group.
+        store: Any = torch_dist.distributed_c10d._get_default_store()
+        with suppress(RuntimeError, NotImplementedError):
+            store = store.clone()
+        super().__init__(store, torch_dist.get_rank(), torch_dist.get_world_size(), counters, name=name)
+        self.checked: dict[str, list[int]] = {}  # members by the sequence of collectives; without, it is not checked
+        self.timeout = process_group.FIRST_STEP_SECONDS  # of collectives
+        self._group = weakref.ref(torch_dist.group.WORLD)
+        atexit.register(self._post_end)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its group is the default one."""
+        return torch_dist.is_initialized() and self._group() is torch_dist.group.WORLD
+
+    def _post_end(self) -> None:
+        with suppress(Exception):  # the store may have ended before
+            self.post(ended=counters.ended or "has ended")
+
+
+def require_group() -> None:
+    """For other threads: a reference to the group, even a weak one, could be the last one to be dropped."""
+    if not torch_dist.is_initialized():
+        raise RuntimeError("the process group was destroyed")
+
+
+_board: GroupBoard | None = None
+
+
+def current_board(name: str | None = None) -> GroupBoard:
+    """The board of the process group; a new one of this name, if there is a name."""
+    global _board
+    if name is not None or _board is None or not _board.is_current:
+        _board = GroupBoard(name)
+    return _board
+
+
 def require_same_call(call: str, group: Group, patience: float | None = None) -> None:
     """Raise unless all members of the group make the same call with this number in the group. With patience, stop
     checking this group if they are later than that; otherwise wait as long as the collective would."""
     group = torch_dist.group.WORLD if group is None else group
     assert group is not None
-    board = whereabouts.board()
+    board = current_board()
     sequence = f"{_SEQUENCE}/{'all' if patience is None else 'first'}/{group.group_name}"
     if sequence not in board.checked:
         simulated = torch_dist.get_backend(group) in _SIMULATED

@@ -26,8 +26,8 @@ import torch.distributed as torch_dist
 from paceline.diagnose.hang.barrier import METHODS, Arrival, Board, arrive
 from paceline.diagnose.hang.stack_place import place_of
 from paceline.errors import WorldError
-from paceline.runtime import collectives, whereabouts
-from paceline.runtime.whereabouts import GroupBoard
+from paceline.runtime import collectives
+from paceline.runtime.collective_check import GroupBoard, current_board
 from paceline.text import by_rank
 
 _CALL = re.compile(r"^([^:\n]+\(\)) (?:at|as well)\b", re.MULTILINE)
@@ -35,9 +35,9 @@ _CALL = re.compile(r"^([^:\n]+\(\)) (?:at|as well)\b", re.MULTILINE)
 
 def join_board() -> GroupBoard:
     """The board of the process group, the same one on all ranks. Collective."""
-    names = collectives.all_gather_object(whereabouts.board().name)
+    names = collectives.all_gather_object(current_board().name)
     # Only some ranks may have needed one in an earlier group of this store.
-    return whereabouts.board("+".join(names) if len(set(names)) > 1 else None)
+    return current_board("+".join(names) if len(set(names)) > 1 else None)
 
 
 class Departures:
@@ -54,7 +54,7 @@ class Departures:
         place = place_of(sys._getframe(1)).text
         try:
             arrival = arrive(
-                whereabouts.board(), self._sequence, value, self.members,
+                current_board(), self._sequence, value, self.members,
                 place=place, wait=self._seconds, give_up=True, sees_idle=True,
             )  # fmt: skip
         except RuntimeError:  # the rank that hosts the store has exited
@@ -67,7 +67,7 @@ def require_same_method(timeout: float | None = None) -> None:
     default that of collectives."""
     if not torch_dist.is_initialized() or torch_dist.get_world_size() == 1:
         return
-    board = whereabouts.board()
+    board = current_board()
     place = place_of(sys._getframe(1)).text
     call = place.partition(" at ")[0]
     try:

@@ -30,8 +30,8 @@ from paceline.models.divisor import Divisor
 from paceline.models.losses import Loss
 from paceline.parallel.dynamic_ddp import DynamicDDP
 from paceline.parallel.fsdp import discard_gradients
+from paceline.run.heartbeat import counters
 from paceline.runtime import collectives, process_group
-from paceline.runtime.whereabouts import progress
 from paceline.train import first_step, loop
 from paceline.train.checks.foreign_steps import GradientInspector
 
@@ -67,7 +67,7 @@ class EpochLoader:
             for micro in engine.telemetry.record_suspects(engine.on_device(self._loader.micros(step, epoch + 1))):
                 self._loop.expect(micro, self._loader, self._groups)
                 final = micro.step + 1
-                progress.read += 1
+                counters.read += 1
                 yield micro.batch
         self._loop.exhausted(ReadEpoch(epoch, step, final))
         if final > step and engine.position.step == step and not self._warned:

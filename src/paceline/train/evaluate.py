@@ -33,12 +33,12 @@ from paceline.models.metrics import weigh_metric
 from paceline.models.model_call import ModelCall, choose_outputs, outputs_in, read_loss, targets_in
 from paceline.optim.schedules import Best
 from paceline.parallel.fsdp import reshard_all
+from paceline.run.heartbeat import counters
 from paceline.run.history import Record
 from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.runtime.noise import NoiseContext
 from paceline.runtime.rng import derive_seed
-from paceline.runtime.whereabouts import progress
 from paceline.train.checkpointing.run_handle import TrainProgress
 from paceline.train.features.schedule import LearningRate
 from paceline.train.metric_functions import MetricFunctions
@@ -85,7 +85,7 @@ def evaluate(
     needs_every_rank, seen = _needs_every_rank(module, mesh), 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
-            progress.read += 1
+            counters.read += 1
             draw.begin(micro)
             if micro.samples and mesh.reports_loss:
                 outputs = _add_loss(sums, module, micro, want_outputs=bool(metrics))
@@ -269,7 +269,7 @@ def predict(module: LossModule, micros: Iterable[MicroBatch], mesh: Mesh, seed: 
     seen = 0
     with _evaluating(module, seed) as draw:
         for micro in micros:
-            progress.read += 1
+            counters.read += 1
             if not micro.samples and not _needs_every_rank(module, mesh):
                 seen += micro.step_samples * micro.last
                 continue

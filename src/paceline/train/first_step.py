@@ -304,7 +304,8 @@ class LaterChecks:
             if split_invariance.is_failure(found):
                 self.failed = self.failed or found
             else:
-                (engine.log.info if found == split_invariance.GATHERS else engine.log.warning)(found)
+                is_fact = found in (split_invariance.GATHERS, split_invariance.NEEDS_GRAPH)
+                (engine.log.info if is_fact else engine.log.warning)(found)
         now, steps = perf_counter(), step - self._began
         pause = _SHARE * (now - began) / max(now - self._since, 1e-9) * (step - self._checked)
         self.next = step + max(steps, 1, 0 if steps < _FIRST else collectives.broadcast_object(ceil(pause)))

@@ -28,8 +28,8 @@ from paceline.log import Log
 from paceline.models.graph_constants import Constants, changed, constants_of, settings_of, shape_of
 from paceline.models.loss_module import LossModule
 from paceline.models.losses import Loss
+from paceline.run.heartbeat import counters
 from paceline.runtime.noise import Draw
-from paceline.runtime.whereabouts import progress
 from paceline.train import cuda_graphs
 from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
 from paceline.train.features.schedule import LearningRate
@@ -270,7 +270,7 @@ class GraphedStep:
             captured.keys.copy_(self._draw.keys.of_step(micros[-1].step, len(captured.keys)), non_blocking=True)
         for draw in captured.noise:
             draw.fill(self._draw.seed_of(micros[-1].step, draw.number))
-        progress.micros += len(micros)
+        counters.micros += len(micros)
         values: list[Tensor] = []
 
         def run() -> Any:

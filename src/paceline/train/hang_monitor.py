@@ -8,28 +8,24 @@ callback or the user's evaluation may take long on every rank alike.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-import torch.distributed as torch_dist
-
+from paceline.diagnose.hang import flight_recorder
 from paceline.diagnose.hang.barrier import Post
 from paceline.diagnose.hang.evidence import RankEvidence, StackFrame
 from paceline.diagnose.hang.hang_report import find_hang
 from paceline.diagnose.hang.process_stacks import kept_waiting
 from paceline.diagnose.hang.progress_limits import NoProgress, Observation, ProgressLimits
+from paceline.diagnose.hang.rank_monitor import INTERVAL
 from paceline.diagnose.hang.stack_place import main_place, place_of_stack
 from paceline.log import Log
-from paceline.run.heartbeat import HeartbeatWriter
-from paceline.runtime import rank_watch
-from paceline.runtime.whereabouts import GroupBoard, progress
+from paceline.run.heartbeat import HeartbeatWriter, counters
+from paceline.runtime.collective_check import GroupBoard, require_group
 
-_INTERVAL = 0.25
 _ANSWER = 8.0  # seconds in which each rank posts at least once, if its threads run
 _UNSEEN = "its threads don't answer: it holds the GIL, is stopped, or its machine or network is down"
 _LIMITS = (
@@ -38,66 +34,69 @@ _LIMITS = (
 )
 
 
+class _Inquiry(NamedTuple):
+    """A report that is due once ranks have posted again, which they do if their threads run."""
+
+    found: NoProgress
+    before: Observation
+    began: float
+    earlier: dict[int, Post | None]
+
+
 class HangMonitor:
-    """The thread of rank 0."""
+    """Of rank 0."""
 
-    def __init__(self, board: GroupBoard, heartbeat: HeartbeatWriter) -> None:
-        self.board, self.heartbeat = board, heartbeat
-        self._patience, self._log = ProgressLimits(), Log(board.rank)
+    def __init__(
+        self, board: GroupBoard, heartbeat: HeartbeatWriter, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.board, self.heartbeat, self._clock = board, heartbeat, clock
+        self._limits, self._log = ProgressLimits(), Log(board.rank)
+        self._inquiry: _Inquiry | None = None
         self._has_reported = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-hang-watch", daemon=True)
-        # Before the first step, which may end before the thread looks: patience has to see training begin.
-        self._patience.observe(time.monotonic(), {board.rank: self._observation()})
-        atexit.register(self.end)
-        self._thread.start()
+        # Before the first step, which may end before the next tick: the limits have to see training begin.
+        self._limits.observe(clock(), {board.rank: self._observation()})
 
-    def end(self) -> None:
-        """Called when the process exits: a thread in the store's client would be killed in the middle of it."""
-        self._stop.set()
-        self._thread.join(4 * _INTERVAL)
+    def tick(self) -> float:
+        require_group()
+        if self._inquiry is None:
+            self._look()
+        else:
+            self._inquiry = self._conclude(self._inquiry)
+        return INTERVAL
 
-    def _run(self) -> None:
-        with suppress(RuntimeError):  # the group is destroyed, or the rank with the store has ended
-            while not self._stop.wait(_INTERVAL) and torch_dist.is_initialized():
-                before = self._observation()
-                found = self._patience.observe(time.monotonic(), {self.board.rank: before})
-                if (seconds := self._patience.continued()) is not None and self._has_reported:
-                    self._has_reported = False
-                    self._log.info(f"ranks make progress again, after {seconds:.1f} s")
-                if found is not None:
-                    self._report(found, before)
+    def _look(self) -> None:
+        now, before = self._clock(), self._observation()
+        found = self._limits.observe(now, {self.board.rank: before})
+        if (seconds := self._limits.continued()) is not None and self._has_reported:
+            self._has_reported = False
+            self._log.info(f"ranks make progress again, after {seconds:.1f} s")
+        if found is not None:
+            earlier = {rank: self.board.read_post(rank) for rank in range(self.board.world)}
+            self._inquiry = _Inquiry(found, before, now, earlier)
 
     def _observation(self) -> Observation:
         last = self.heartbeat.last
-        counters = (self.board.calls, progress.micros, progress.read, *_operations())
+        done = (counters.calls, counters.micros, counters.read, *_operations())
         activity, without_cpu = main_place().activity, kept_waiting(os.getpid())
-        return Observation(last.phase, last.step, counters, activity == "collective", activity == "data", without_cpu)
+        return Observation(last.phase, last.step, done, activity == "collective", activity == "data", without_cpu)
 
-    def _report(self, found: NoProgress, before: Observation) -> None:
-        began = time.monotonic()
-        answers = self._answers()
-        if self._stop.is_set() or self._observation()[:3] != before[:3]:
-            return
-        stacks = {rank: _read_stack(self.board, rank) for rank in answers}
-        found = found._replace(seconds=found.seconds + time.monotonic() - began)
-        text = describe(found, self.board.world, answers, stacks, self.heartbeat.last.trained)
-        if text:
-            self._has_reported = True
-            self._log.warning(text)
-
-    def _answers(self) -> dict[int, Post]:
-        """What ranks post from now on, without those whose threads don't run."""
-        left = {rank: self.board.read_post(rank) for rank in range(self.board.world)}
-        answers: dict[int, Post] = {}
-        deadline = time.monotonic() + _ANSWER
-        while left and time.monotonic() < deadline and not self._stop.wait(_INTERVAL):
-            for rank, earlier in list(left.items()):
-                post = self.board.read_post(rank)
-                if post is not None and (post.ended or earlier is None or post.serial > earlier.serial):
-                    answers[rank] = post
-                    del left[rank]
-        return answers
+    def _conclude(self, inquiry: _Inquiry) -> _Inquiry | None:
+        """Report, unless ranks have moved; later, if some may still answer."""
+        answers, seconds = {}, self._clock() - inquiry.began
+        for rank, earlier in inquiry.earlier.items():
+            post = self.board.read_post(rank)
+            if post is not None and (post.ended or earlier is None or post.serial > earlier.serial):
+                answers[rank] = post
+        if len(answers) < len(inquiry.earlier) and seconds < _ANSWER:
+            return inquiry
+        if self._observation()[:3] == inquiry.before[:3]:
+            stacks = {rank: _read_stack(self.board, rank) for rank in answers}
+            found = inquiry.found._replace(seconds=inquiry.found.seconds + seconds)
+            text = describe(found, self.board.world, answers, stacks, self.heartbeat.last.trained)
+            if text:
+                self._has_reported = True
+                self._log.warning(text)
+        return None
 
 
 def _read_stack(board: GroupBoard, rank: int) -> list[tuple[str, str, int]]:
@@ -107,8 +106,8 @@ def _read_stack(board: GroupBoard, rank: int) -> list[tuple[str, str, int]]:
 
 def _operations() -> list[int]:
     """How many collectives this rank has entered and left in each group: the user's own code makes some as well."""
-    dumps = (dump(False, True) for dump in rank_watch.flight_recorders().values())
-    return [count for dump in dumps for counts in rank_watch.read_counts(dump).values() for count in counts]
+    dumps = (dump(False, True) for dump in flight_recorder.flight_recorders().values())
+    return [count for dump in dumps for counts in flight_recorder.read_counts(dump).values() for count in counts]
 
 
 def describe(

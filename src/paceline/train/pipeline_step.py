@@ -25,8 +25,8 @@ from paceline.models.model_call import read_loss
 from paceline.parallel.pipeline.pipeline_loss import PipelineLossModule
 from paceline.plan.partition import choose_microbatches
 from paceline.precision.policies import Scaler
+from paceline.run.heartbeat import counters
 from paceline.runtime import collectives
-from paceline.runtime.whereabouts import progress
 from paceline.train.loss_weights import Weight
 from paceline.train.train_step import TrainStep
 
@@ -54,7 +54,7 @@ class PipelineStep(TrainStep):
             hook(micro)
         for before in hooks.before_forward:
             before(not micro.group)
-        progress.micros += 1
+        counters.micros += 1
         weights.count(micro)
         with nullcontext() if micro.last or self._no_sync is None else self._no_sync():
             self._run(micro)

@@ -1,4 +1,4 @@
-"""Watches whether this rank makes progress, in a thread that looks at the main thread once a second.
+"""Watches whether this rank makes progress, once a second, in the thread of the rank (diagnose/hang/rank_monitor.py).
 
     stands still     post where it stands, for ranks that wait (diagnose/hang/barrier.py)
     half of `timeout`, in the Trainer's data
@@ -17,22 +17,20 @@ import json
 import multiprocessing
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import torch.distributed as torch_dist
-
 from paceline.diagnose import exits
 from paceline.diagnose.hang.evidence import StackFrame
+from paceline.diagnose.hang.process_stacks import kept_waiting
 from paceline.diagnose.hang.stack_place import StackPlace, main_stack, place_of_stack
 from paceline.errors import DataError
 from paceline.log import Log
 from paceline.run import failures
-from paceline.run.heartbeat import HeartbeatWriter
-from paceline.runtime import environment, method_check, process_group, whereabouts
-from paceline.runtime.whereabouts import GroupBoard, progress
+from paceline.run.heartbeat import HeartbeatWriter, counters
+from paceline.runtime import environment, method_check, process_group
+from paceline.runtime.collective_check import GroupBoard, current_board, require_group
 from paceline.text import by_rank
 
 if TYPE_CHECKING:
@@ -42,58 +40,52 @@ _INTERVAL = 1.0
 _WARN, _END = 0.5, 0.8  # of the timeout
 _IDLE = 0.05  # seconds of CPU time in an interval, of all threads
 _MOVES = 5  # intervals between posts of a rank that makes progress
-_watch: ProgressMonitor | None = None
-_hang_watch: HangMonitor | None = None
+_progress: ProgressMonitor | None = None
+_hangs: HangMonitor | None = None
 
 
 class ProgressMonitor:
-    """The thread of this process."""
+    """Of each rank."""
 
     def __init__(self, board: GroupBoard) -> None:
-        self.board = board
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-standstill", daemon=True)
-        self._log = Log(board.rank, every_rank=True)
+        self.board, self._log = board, Log(board.rank, every_rank=True)
+        self._before: object = None
+        self._stack: list[StackFrame] = []
+        self._place = StackPlace("", "")
+        self._cpu, self._stalled, self._has_warned = 0.0, 0.0, False
         self._posted = False
         self._intervals = 0  # since the last post
         self._is_asked = not environment.was_launched()
-        self._stack: list[StackFrame] = []  # that was posted last
-        atexit.register(self.end)
-        self._thread.start()
 
-    def end(self) -> None:
-        """Called when the process exits: a thread in the store's client would be killed in the middle of it."""
-        self._stop.set()
-        self._thread.join(_INTERVAL)
-
-    def _run(self) -> None:
-        before, place, cpu, stood, warned = None, StackPlace("", ""), 0.0, 0.0, False
-        while not self._stop.wait(min(_INTERVAL, self.board.timeout / 20)) and torch_dist.is_initialized():
-            now = (self.board.calls, progress.micros, progress.read)
-            interval, used = min(_INTERVAL, self.board.timeout / 20), time.process_time()
-            # Of this thread's own intervals, not of a clock: the process may have been suspended.
-            stood = stood + interval if now == before else 0.0
-            stack = main_stack()
-            last, place = place, place_of_stack(stack)
-            idle = used - cpu < _IDLE * interval and place == last
-            before, cpu = now, used
-            try:
-                if stood > 0 and self._is_asked and stack != self._stack:
-                    self._stack = stack
-                    self.board.set(json.dumps(stack), "stack", self.board.rank)
-                self.board.observe(
-                    place.text, idle=stood > 0 and idle and place.activity == "collective", stalled=stood > 0
-                )
-                self._post(stalled=stood > 0)
-            except RuntimeError:  # the group is destroyed, or the rank with the store has ended
-                return
-            if place.activity != "data" or stood == 0:
-                warned = False
-            elif stood >= _END * self.board.timeout:
-                self._fail(place)
-            elif stood >= _WARN * self.board.timeout and not warned:
-                warned = True
-                self._log.warning(f"rank {self.board.rank} has waited {stood:.0f} s for its next batch: {place.text}")
+    def tick(self) -> float:
+        require_group()
+        interval = min(_INTERVAL, self.board.timeout / 20)
+        # A rank that gets no CPU does not wait for others. Only its main thread is asked, which a collective blocks.
+        now, used = (counters.calls, counters.micros, counters.read), time.process_time() + kept_waiting(os.getpid())
+        # Of its own intervals, not of a clock: the process may have been suspended.
+        self._stalled = self._stalled + interval if now == self._before else 0.0
+        stack = main_stack()
+        before, self._place = self._place, place_of_stack(stack)
+        is_idle = used - self._cpu < _IDLE * interval and self._place == before
+        self._before, self._cpu = now, used
+        is_stalled, place = self._stalled > 0, self._place
+        if is_stalled and self._is_asked and stack != self._stack:
+            self._stack = stack
+            self.board.set(json.dumps(stack), "stack", self.board.rank)
+        self.board.observe(
+            place.text, idle=is_stalled and is_idle and place.activity == "collective", stalled=is_stalled
+        )
+        self._post(stalled=is_stalled)
+        if place.activity != "data" or not is_stalled:
+            self._has_warned = False
+        elif self._stalled >= _END * self.board.timeout:
+            self._fail(place)
+        elif self._stalled >= _WARN * self.board.timeout and not self._has_warned:
+            self._has_warned = True
+            self._log.warning(
+                f"rank {self.board.rank} has waited {self._stalled:.0f} s for its next batch: {place.text}"
+            )
+        return interval
 
     def _post(self, *, stalled: bool) -> None:
         self._intervals += 1
@@ -133,32 +125,48 @@ def _places(board: GroupBoard) -> list[str]:
 
 def note_places(error: BaseException) -> None:
     """Add to the timeout of a collective where ranks stand."""
-    if _watch is not None and exits.classify(f"{type(error).__name__}: {error}", "") == "timeout":
+    if _progress is not None and exits.classify(f"{type(error).__name__}: {error}", "") == "timeout":
         with suppress(RuntimeError):  # the rank with the store has ended
-            error.add_note(f"Where ranks stand:\n{by_rank(_places(_watch.board))}")
+            error.add_note(f"Where ranks stand:\n{by_rank(_places(_progress.board))}")
 
 
-def watch(world: int, heartbeat: HeartbeatWriter) -> None:
-    """Watch this rank, and all ranks from rank 0 unless a launcher does. One thread of each kind serves all Trainers of
-    a process group. Collective on first use."""
-    global _watch, _hang_watch
+def observe(world: int, heartbeat: HeartbeatWriter) -> None:
+    """Observe this rank, and all ranks from rank 0 unless a launcher does, for all Trainers of a process group.
+    Collective on first use."""
+    global _progress, _hangs
     if world == 1:
         return
-    board = method_check.join_board()
-    if _watch is None or _watch.board is not board:
-        _watch = ProgressMonitor(board)
+    board = _progress.board if _progress is not None and _progress.board.is_current else method_check.join_board()
+    from paceline.diagnose.hang import rank_monitor  # one rank needs none
+
+    if _progress is None or _progress.board is not board:
+        end()
+        _progress = ProgressMonitor(board)
+        rank_monitor.current().attach(_progress.tick)
+        atexit.unregister(end)
+        atexit.register(end)
     if board.rank != 0 or environment.was_launched():
         return
     from paceline.train.hang_monitor import HangMonitor  # with a launcher of ours, no rank needs it
 
-    if _hang_watch is None or _hang_watch.board is not board:
-        if _hang_watch is not None:
-            _hang_watch.end()
-        _hang_watch = HangMonitor(board, heartbeat)
-    _hang_watch.heartbeat = heartbeat
+    if _hangs is None:
+        _hangs = HangMonitor(board, heartbeat)
+        rank_monitor.current().attach(_hangs.tick)
+    _hangs.heartbeat = heartbeat
+
+
+def end() -> None:
+    """Before the group is destroyed."""
+    from paceline.diagnose.hang import rank_monitor
+
+    global _progress, _hangs
+    for each in (_progress, _hangs):
+        if each is not None:
+            rank_monitor.current().detach(each.tick)
+    _progress = _hangs = None
 
 
 def shorten_timeout(seconds: float) -> None:
     """Call once the first step has shown that all ranks are ready."""
     process_group.shorten_timeout(seconds)
-    whereabouts.board().timeout = seconds
+    current_board().timeout = seconds

@@ -255,7 +255,7 @@ def join(config: Config, notes: Sequence[str], device: DeviceLike) -> tuple[Worl
     log = rank_log(world.rank_info.rank, quiet=config.quiet)
     for note in notes:
         log.info(note)
-    standstill.watch(world.size, telemetry.heartbeat)
+    standstill.observe(world.size, telemetry.heartbeat)
     telemetry.joined(world)
     log.on_warning = telemetry.warned
     return world, telemetry, log

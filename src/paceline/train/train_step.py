@@ -10,9 +10,9 @@ from torch import Tensor
 from paceline.data.loader import MicroBatch
 from paceline.models.loss_module import LossModule
 from paceline.parallel.model_parts import ModelParts
+from paceline.run.heartbeat import counters
 from paceline.runtime.generator_states import marks_now
 from paceline.runtime.noise import NoiseContext
-from paceline.runtime.whereabouts import progress
 from paceline.train.hooks import Hooks, HookTable
 from paceline.train.loss_weights import LossWeights, Weight
 
@@ -55,7 +55,7 @@ class TrainStep:
         if self._module.weighs is not (self._always_weighs or micro.group > 0 or not micro.last):
             self.weigh(several=not self._module.weighs)
         draw.begin(micro)
-        progress.micros += 1
+        counters.micros += 1
         if micro.last or self._no_sync is None:
             loss = self.weights.backward(micro, *self._forward(micro.batch))
         else:
@@ -74,7 +74,7 @@ class TrainStep:
         for before in self.hooks.before_forward:
             before(not micro.group)
         self.draw.begin_forward(micro)
-        progress.micros += 1
+        counters.micros += 1
         self.weigh(several=True)  # more micro-batches may follow
         result: tuple[Tensor, Weight] = self._forward(micro.batch)
         return result

@@ -162,7 +162,6 @@ def test_a_page_that_cannot_be_written_is_ignored(tmp_path: Path, place: str) ->
     (tmp_path / "a-link").symlink_to(tmp_path / "elsewhere")
     writer = RankPageWriter(tmp_path / place)
     writer.write(values())
-    writer.close()
     assert not (tmp_path / "elsewhere").exists()
 
 

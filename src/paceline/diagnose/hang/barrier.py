@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 from paceline.diagnose.hang import wait_graph
 from paceline.diagnose.hang.stack_place import place_of
+from paceline.run.heartbeat import Counters
 
 METHODS = "methods"  # the sequence of the methods of the Trainer, between which are micro-batches
 _FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.5  # seconds between looks at the others
@@ -95,25 +96,21 @@ class _Sequence:
 
 
 class Board:
-    """Where the ranks of a process group post, and meet.
-
-    Args:
-        micros: how many micro-batches this rank has begun
-        name: separates this group from others in its store, which may outlive them; by default a count
-    """
+    """Where the ranks of a process group post, and meet. `name`: separates it from others in its store, which may
+    outlive a group; by default a count."""
 
     def __init__(
         self,
         store: Any,
         rank: int,
         world: int,
-        micros: Callable[[], int] = int,
+        counters: Counters,
         *,
         name: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.store, self.rank, self.world, self._micros = store, rank, world, micros
+        self.store, self.rank, self.world, self._counters = store, rank, world, counters
         self.clock, self.sleep = clock, sleep
         self.name = str(store.add(f"paceline/rounds/{rank}", 1)) if name is None else name
         self._host = f"{socket.gethostname()} "
@@ -124,7 +121,7 @@ class Board:
         self._waits = self._failed = False
         self._serial, self._posting = 0, threading.Lock()
         self._place, self._idle, self._stalled = "", False, False
-        self.calls, self._micros_before = 0, micros()  # methods of the Trainer that all ranks have made together
+        self._micros_before = counters.micros  # at the last method of the Trainer
 
     def begin(self, call: Call) -> Call:
         """Number a call."""
@@ -145,7 +142,8 @@ class Board:
         elif outcome in ("different", "stuck", "late"):
             self._sequences[sequence] = _Sequence(errors=state.errors + 1)
         elif sequence == METHODS:
-            self.calls, self._micros_before = self.calls + 1, self._micros()
+            self._counters.calls += 1
+            self._micros_before = self._counters.micros
         return arrival
 
     def observe(self, place: str, *, idle: bool, stalled: bool) -> None:
@@ -163,7 +161,7 @@ class Board:
             counts = {f"{name}.{state.errors}": state.number for name, state in list(self._sequences.items())}
             post = Post(
                 self._serial, self._call, self._waits and not ended, ended or self._place, self._idle, self._stalled,
-                bool(ended), self._failed, self._micros() - self._micros_before, counts, sorted(self._background),
+                bool(ended), self._failed, self._counters.micros - self._micros_before, counts, [*self._background],
             )  # fmt: skip
             self.set(json.dumps(post), "rank", self.rank)
 

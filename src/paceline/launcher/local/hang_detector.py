@@ -347,7 +347,7 @@ def _from_page(page: RankPage | None, pid: int, stack: ProcessStacks, now: float
     if page is None or page.pid != pid or stack.missing == process_stacks.NOT_PYTHON:
         page, silent, unread = RankPage(), 0.0, "its collectives: it has no thread that counts them"
     else:
-        silent, unread = max(0.0, now - page.time), page.missing
+        silent, unread = 0.0 if page.waits else max(0.0, now - page.time), page.missing
     return {
         "groups": page.groups,
         "pending": page.pending,

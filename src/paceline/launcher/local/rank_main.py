@@ -20,14 +20,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.diagnose.hang import process_stacks, stack_place
+from paceline.diagnose.hang import process_stacks, rank_monitor
 from paceline.launcher.workload import Target
 from paceline.run import failures, heartbeat, regular_files
 from paceline.run.folder import RunFolder
 from paceline.run.user_frame import find_user_frame
-from paceline.runtime import environment, rank_watch
+from paceline.runtime import environment
 from paceline.runtime.processes import before_shutdown, set_title
-from paceline.runtime.rank_watch import RankMonitor
 
 _EXIT_SECONDS = 10.0
 
@@ -44,7 +43,7 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
     _reseed(rank_info.rank)
     process_stacks.allow(logs.stack(rank_info.rank))
     before_shutdown()
-    watch = _start_watch(logs, rank_info.rank)
+    monitor = rank_monitor.start(logs.page(rank_info.rank), logs.heartbeat(rank_info.rank))
     failures.reserve(logs, rank_info.rank)
     failure = None
     try:
@@ -57,13 +56,13 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
                 failure = failures.describe(request, rank_info.rank)
                 failures.write(failure, logs)
             elif frame := find_user_frame(request):
-                _tell_ranks(f"has ended at {frame}", watch)
+                heartbeat.counters.ended = f"has ended at {frame}"
         else:
-            _tell_ranks("has ended: its code returned" + _waits_for_threads(), watch)
+            heartbeat.counters.ended = "has ended: its code returned" + _waits_for_threads()
         if failure is None:
             heartbeat.mark_returned(logs.heartbeat(rank_info.rank))
             _finish()
-            watch.stop()
+            monitor.stop()
     except KeyboardInterrupt:
         os._exit(130)  # the launcher ends the run
     except BaseException as error:
@@ -71,18 +70,6 @@ def run_rank(body: Callable[[], None], logs: RunFolder, name: str, stdin: int | 
         failures.write(failure, logs, to_log=True)
     if failure is not None:
         _fail(failure.exit_code)
-
-
-def _start_watch(logs: RunFolder, rank: int) -> RankMonitor:
-    readers = rank_watch.Readers(lambda: stack_place.main_place().text, stack_place.is_any_thread_in)
-    return rank_watch.start(logs.page(rank), logs.heartbeat(rank), readers)
-
-
-def _tell_ranks(ended: str, watch: RankMonitor) -> None:
-    """For ranks that wait for this one, and for the launcher."""
-    watch.ended = ended
-    if "paceline.runtime.whereabouts" in sys.modules:
-        sys.modules["paceline.runtime.whereabouts"].progress.ended = ended
 
 
 def _waits_for_threads() -> str:

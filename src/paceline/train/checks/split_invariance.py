@@ -49,6 +49,7 @@ _CAUSES = (
     "broadcast: make them equal. If the first dim of the batch is not its samples, change the collate function"
 )
 GATHERS = "the loss gathers what other ranks compute: its slices are not compared, but paceline parity compares it"
+NEEDS_GRAPH = "the loss is computed only with gradients: its slices are not compared, but paceline parity compares it"
 _IN_TRAINING = (
     "In eval mode it does not: if the model couples samples in training, it does so per micro-batch. If the first dim "
     "of a dropout is a multiple of the samples, but not the samples (as tokens may be), put the samples first"
@@ -76,13 +77,15 @@ class LossTrial(NamedTuple):
 def compare(
     trial: LossTrial, *, replicated: bool, partner: MicroBatch | None, training: bool, several: bool
 ) -> str | None:
-    """Return a warning, `GATHERS`, or None. Collective. `partner`: another micro-batch, to be joined to this one.
+    """Return a warning, `GATHERS`, `NEEDS_GRAPH`, or None. Collective. `partner`: another micro-batch, to be joined.
     `training`: whether losses can be compared in training mode; `several`: of micro-batches a step."""
     text = error = None
     if training:
         text, error, judged = _compare(trial, replicated, partner, training=True)
         if text is None and judged:
             return None
+        if error == NEEDS_GRAPH:
+            return error
     found, failed, _ = _compare(trial, replicated, partner, training=False)
     found = found or text
     if found and found.startswith("[train.loss-of-slices]") and replicated and not several and _gathers(trial):
@@ -146,6 +149,8 @@ def _compare(
         batch, *parts = (one(span) for span in spans)
         differs = mixed.found is not None or (judges and not _adds_up(batch, parts, tolerance))
         text = not_checked("whether the loss depends on how a batch is sliced", failed[0]) if failed else None
+        if failed and batch is None and training and not replicated:
+            text = NEEDS_GRAPH  # this batch has trained, or passed a step of weight zero; sharded, no trial has a graph
         ranks, is_random = collectives.all_gather_object((differs, text)), False
         if any(rank[0] for rank in ranks):
             again = one(spans[0], torch.initial_seed() ^ 1)

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.diagnose.hang import barrier, wait_graph
 from paceline.diagnose.hang.barrier import METHODS, Arrival, Board, Call, Post, Verdict, arrive, awaited
+from paceline.run.heartbeat import Counters
 
 MEMBERS = [0, 1]
 POST = Post(1, Call("world", 0, "", "", MEMBERS), False, "a.py:1", False, False, False, False, 0, {}, [])
@@ -48,10 +49,11 @@ class World:
 
     def __init__(self, meanwhile: Callable[[float], object] = lambda now: None) -> None:
         self.now, self.store, self.meanwhile = 0.0, Store(), meanwhile
+        self.counters = [Counters() for _ in MEMBERS]
         self.boards = [self.board(rank) for rank in MEMBERS]
 
     def board(self, rank: int) -> Board:
-        return Board(self.store, rank, len(MEMBERS), clock=lambda: self.now, sleep=self.sleep)
+        return Board(self.store, rank, len(MEMBERS), self.counters[rank], clock=lambda: self.now, sleep=self.sleep)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -78,7 +80,7 @@ def test_all_come_in_any_order_and_keys_do_not_pile_up() -> None:
         world.meanwhile = after(world.now + 0.02, lambda last=last: world.arrive(last))  # type: ignore[misc]
         assert world.arrive(first).outcome == "all"
         sizes.append(len(world.store.values))
-    assert world.boards[0].calls == 6 and sizes[-1] == sizes[1]
+    assert world.counters[0].calls == 6 and sizes[-1] == sizes[1]
 
 
 def test_a_rank_that_runs_is_waited_for_as_long_as_was_asked() -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 
 from paceline.config.launch import LaunchSpec
 from paceline.diagnose.hang.evidence import GroupProgress, Operation, RankEvidence, StackFrame, ranks_from_json
+from paceline.diagnose.hang.process_stacks import ProcessStacks
 from paceline.diagnose.hang.progress_limits import LASTING, NoProgress
 from paceline.launcher.local import hang_detector
 from paceline.launcher.local.hang_detector import HangDetector, HangPolicy
 from paceline.launcher.local.start import AgentObserver, LocalStart, NodeAssignment, RankLogs
 from paceline.run import heartbeat, ledger
 from paceline.run.folder import RunFolder
-from paceline.run.heartbeat import RankPageWriter, pack_ranks
+from paceline.run.heartbeat import RankPage, RankPageWriter, pack_ranks
 
 TICK = 0.25
 LIMIT = 2.0  # of training with short steps
@@ -388,3 +390,9 @@ def test_logs_that_cannot_be_written_do_not_matter(tmp_path: Path, capsys: pytes
     RunFolder(tmp_path).hang.mkdir()
     told.standstill(FOUND, RANKS)
     assert "data.py:88" in capsys.readouterr().err
+
+
+def test_a_rank_whose_thread_waits_for_a_store_does_not_seem_to_hold_the_gil() -> None:
+    page = RankPage(time=100.0, pid=7)
+    assert hang_detector._from_page(page, 7, ProcessStacks(), 103.0)["silent"] == 3.0
+    assert hang_detector._from_page(replace(page, waits=True), 7, ProcessStacks(), 103.0)["silent"] == 0.0

@@ -1,13 +1,11 @@
-"""Writes the page of this rank (run/heartbeat.py) four times a second, in a thread that the launcher starts.
+"""What torch's flight recorder tells about the collectives of this process. Nothing is added to a collective.
 
-It imports nothing: torch may never be imported by the rank's script, or be half imported now. It takes 0.1 ms of a
-core per tick. Only when the rank stands still are its pending operations and its place looked up.
+It numbers and describes the operations of every process group. Numbers of a group's collectives are the same on all of
+its ranks. On gloo, `op_id` and the counts of `pg_status` also count sends and receives, which differ between ranks, and
+of which there are no entries. `state` stays "scheduled" on gloo; `retired` is right on every backend. Groups go by the
+order of their creation in this process (`pg_id`), which no other rank knows; entries have their name.
 
-Sequence numbers of collectives come from torch's flight recorder; nothing is added to a collective. It numbers and
-describes the operations of every process group. Numbers of a group's collectives are the same on all of its ranks. On
-gloo, `op_id` and the counts of `pg_status` also count sends and receives, which differ between ranks, and of which
-there are no entries. `state` stays "scheduled" on gloo; `retired` is right on every backend. Groups go by the order of
-their creation in this process (`pg_id`), which no other rank knows; entries have their name.
+Nothing is imported: torch may never be imported by the rank's script, or be half imported now.
 """
 
 from __future__ import annotations
@@ -20,125 +18,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.run import regular_files
-from paceline.run.heartbeat import RankPageWriter, pack_ranks
+from paceline.diagnose.hang.stack_place import is_any_thread_in
+from paceline.run.heartbeat import pack_ranks
 
-_INTERVAL = 0.25
-_STANDS = 0.5  # seconds
 _RARE = 20  # a full dump, of up to 50 ms, takes at most this fraction of the time
 # Functions of torch._C._distributed_c10d for gloo and NCCL. A group may have both backends, which count for themselves.
 _RECORDERS = {"_dump_fr_trace_json": "", "_dump_nccl_trace_json": " (NCCL)"}
 # While the flight recorder is locked, no fork: the process would inherit the lock and hang in its collectives.
 _dumping = threading.Lock()
 _may_fork = threading.local()
-_watch: RankMonitor | None = None
 _PG_ID = re.compile(rb'"pg_id":(\d+)')
 _PENDING = 8  # operations per group that are described, the oldest ones
 
 
-class Readers(NamedTuple):
-    """Functions of a room above this one."""
-
-    place: Callable[[], str]  # of the main thread
-    is_any_thread_in: Callable[[str], bool]  # a function of this name
-
-
-class RankMonitor:
-    """The thread of this process."""
-
-    def __init__(self, page: Path, heartbeat: Path, readers: Readers) -> None:
-        self.ended = ""  # how the code of this rank ended
-        self._pid = os.getpid()
-        self._page, self._heartbeat, self._readers = RankPageWriter(page), heartbeat, readers
-        self._groups = _Groups(readers)
-        self._before: object = None
-        self._since = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-rank-watch", daemon=True)
-        self.tick()  # the code of the rank may hold the GIL from its first line on
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Call before the interpreter exits: a thread in a function of torch would be killed in the middle of it."""
-        self._stop.set()
-        self._thread.join(4 * _INTERVAL)
-        if not self._thread.is_alive():  # it may wait for a disk that stalls
-            self.tick()
-
-    def abandon(self) -> None:
-        """Before this process runs another program, which has no such thread."""
-        self._stop.set()
-        self._thread.join(4 * _INTERVAL)
-        self._page.write({"pid": 0, "groups": [], "pending": []})
-
-    def _run(self) -> None:
-        while not self._stop.wait(_INTERVAL):
-            self.tick()
-
-    def tick(self) -> None:
-        now = time.monotonic()
-        counters = _counters()
-        missing, place = self._try(lambda: self._groups.update(now)), ""
-        state = (counters, self._groups.operations, self._groups.membership, self._beat())
-        if state != self._before:
-            self._before, self._since = state, now
-            self._groups.forget_pending()
-        stood = now - self._since
-        if stood >= _STANDS:
-            with suppress(Exception):  # the stack changes meanwhile
-                place = self._readers.place()
-            if not self._groups.is_pending_known:
-                missing = missing or self._try(lambda: self._groups.dump(now))
-        self._page.write(
-            {
-                "time": now,
-                "pid": self._pid,
-                **counters,
-                "operations": self._groups.operations,
-                "groups": self._groups.to_json(),
-                "stood": stood,
-                "pending": self._groups.pending,
-                "place": place,
-                "source": self._groups.source,
-                "missing": missing or self._groups.missing,
-                "ended": self.ended,
-            }
-        )
-
-    def _try(self, read: Callable[[], None]) -> str:
-        """Groups come and go, and torch may be half imported: the next tick is soon. Returns the error. The page is
-        written in any case, or this rank would seem to hold the GIL."""
-        try:
-            read()
-        except Exception as error:
-            return f"its collectives ({type(error).__name__}: {error})"
-        return ""
-
-    def _beat(self) -> bytes:
-        with suppress(OSError):
-            return regular_files.read_bytes(self._heartbeat, 64)
-        return b""
-
-
-def _counters() -> dict[str, int]:
-    """Of a Trainer."""
-    module = sys.modules.get("paceline.runtime.whereabouts")
-    progress, board = getattr(module, "progress", None), getattr(module, "_board", None)
-    return {
-        "micros": getattr(progress, "micros", 0),
-        "read": getattr(progress, "read", 0),
-        "calls": getattr(board, "calls", 0),
-    }
-
-
-class _Groups:
+class ProcessGroups:
     """The process groups of this rank."""
 
-    def __init__(self, readers: Readers) -> None:
-        self._readers = readers
+    def __init__(self) -> None:
         self._members: dict[str, tuple[str, list[list[int]]]] = {}  # by name: label and ranks
         self._recorded: dict[tuple[str, int], RecordedGroup] = {}  # by recorder and pg_id, at the last dump
         self._counts: dict[tuple[str, int], tuple[int, int]] = {}
@@ -201,7 +99,7 @@ class _Groups:
     def _is_creating_group(self) -> bool:
         """The recorder keeps the groups in maps, to which it adds one then; its functions that dump them take no lock,
         and could crash."""
-        return self._readers.is_any_thread_in("_new_process_group_helper")
+        return is_any_thread_in("_new_process_group_helper")
 
     def forget_pending(self) -> None:
         """The counters have changed."""
@@ -270,18 +168,9 @@ def _after_fork() -> None:
         _dumping.release()
 
 
-def abandon() -> None:
-    if _watch is not None:
-        _watch.abandon()
-
-
-def start(page: Path, heartbeat: Path, readers: Readers) -> RankMonitor:
-    """Start the thread of this process. A forked process has none, and starts its own if it is a rank."""
-    global _watch
-    if _watch is None:
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
-    _watch = RankMonitor(page, heartbeat, readers)
-    return _watch
+def allow_forks() -> None:
+    """Call once, before the recorder is read in a thread."""
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class RecordedGroup(NamedTuple):

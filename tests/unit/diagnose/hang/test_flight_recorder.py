@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
-from paceline.runtime import rank_watch
-from paceline.runtime.rank_watch import RecordedGroup
+from paceline.diagnose.hang import flight_recorder
+from paceline.diagnose.hang.flight_recorder import RecordedGroup
 from paceline.tools.testing.runner import ranks
 
 
@@ -30,7 +30,7 @@ def test_a_full_dump_has_the_last_number_of_each_group_and_the_pending_operation
     entries = [entry(0, number) for number in range(1, 1500)]
     entries[3]["pg_id"], entries[3]["process_group"] = 4, ["7", "mesh_shard"]
     sends = [entry(0, 1499, is_p2p=True, p2p_seq_id=6, profiling_name="nccl:send 0->1", retired=False)]
-    found = rank_watch.read_dump(dump(*entries, entry(0, 1500, retired=False), *sends))
+    found = flight_recorder.read_dump(dump(*entries, entry(0, 1500, retired=False), *sends))
     assert found.groups == {4: RecordedGroup("7", 4, 0), 0: RecordedGroup("0", 1500, 0)}
     assert [(each["name"], each["number"], each["p2p"]) for each in found.pending] == [
         ("all_reduce", 1500, False), ("send 0->1", 6, True),
@@ -39,12 +39,12 @@ def test_a_full_dump_has_the_last_number_of_each_group_and_the_pending_operation
 
 
 def test_a_dump_without_entries_is_empty() -> None:
-    assert rank_watch.read_dump(dump()) == ({}, [])
-    assert rank_watch.read_counts(b'{"version": "2.10"}') == {}
+    assert flight_recorder.read_dump(dump()) == ({}, [])
+    assert flight_recorder.read_counts(b'{"version": "2.10"}') == {}
 
 
 def test_only_the_oldest_pending_operations_are_described() -> None:
-    found = rank_watch.read_dump(dump(*(entry(0, number, retired=False) for number in range(1, 100))))
+    found = flight_recorder.read_dump(dump(*(entry(0, number, retired=False) for number in range(1, 100))))
     assert [each["number"] for each in found.pending] == list(range(1, 9))
 
 
@@ -53,7 +53,7 @@ def test_numbers_of_collectives_agree_between_ranks_that_send_and_receive() -> N
     """gloo counts sends and receives too, and has no entries for them."""
     recorder = torch._C._distributed_c10d._dump_fr_trace_json
     value, rank = torch.ones(3), torch_dist.get_rank()
-    before = rank_watch.read_dump(recorder(True, True)).groups
+    before = flight_recorder.read_dump(recorder(True, True)).groups
     pg_id = max(before)  # others are of the process that this one was forked from
     torch_dist.all_reduce(value)
     for _ in range(3):
@@ -67,9 +67,9 @@ def test_numbers_of_collectives_agree_between_ranks_that_send_and_receive() -> N
         torch_dist.recv(value, 0)
     work = torch_dist.broadcast(value, 0, async_op=True)
     work.wait()
-    group = rank_watch.read_dump(recorder(True, True)).groups[pg_id]
+    group = flight_recorder.read_dump(recorder(True, True)).groups[pg_id]
     assert (group.number, group.name) == (before[pg_id].number + 2, "0")
     deadline = time.monotonic() + 20
-    while (counts := rank_watch.read_counts(recorder(False, True))[pg_id])[1] < counts[0]:
+    while (counts := flight_recorder.read_counts(recorder(False, True))[pg_id])[1] < counts[0]:
         assert time.monotonic() < deadline  # the thread of gloo retires an operation after `wait` has returned
     assert counts[0] - group.uncounted == group.number

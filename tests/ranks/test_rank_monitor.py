@@ -14,10 +14,11 @@ import forked
 import paceline
 from observed import Pages, observe
 from paceline import dist
+from paceline.diagnose.hang import flight_recorder, rank_monitor
 from paceline.diagnose.hang.process_stacks import state_of
 from paceline.run import heartbeat
 from paceline.run.folder import RunFolder
-from paceline.runtime import environment, rank_watch
+from paceline.runtime import environment
 
 PLAIN = """
 import os, sys, threading, time
@@ -44,7 +45,7 @@ def test_a_script_that_imports_nothing_has_a_page_and_its_children_do_not_write_
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"torch {not options}" in done.stdout
     assert "child ['MainThread']" in done.stdout
-    assert "rank ['MainThread', 'paceline-rank-watch']" in done.stdout
+    assert "rank ['MainThread', 'paceline-rank-monitor']" in done.stdout
 
 
 def test_a_process_that_runs_another_program_has_no_page(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_groups_come_and_go(tmp_path: Path) -> None:
 
 
 def test_without_a_flight_recorder_sequence_numbers_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_watch, "_RECORDERS", {"_dump_of_another_torch": ""})
+    monkeypatch.setattr(flight_recorder, "_RECORDERS", {"_dump_of_another_torch": ""})
 
     def body() -> None:
         import torch
@@ -132,7 +133,7 @@ def test_the_recorder_is_not_read_while_a_group_is_created() -> None:
         dumps = []
         counted = _distributed_c10d._dump_fr_trace_json
         _distributed_c10d._dump_fr_trace_json = lambda *args: dumps.append(1) or counted(*args)
-        watch = rank_watch._watch
+        watch = rank_monitor._monitor
         assert watch is not None
         watch._stop.set()
         watch._thread.join()
