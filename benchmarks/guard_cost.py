@@ -66,7 +66,7 @@ def train(
     settings: dict[str, Any] = {"quiet": True, "run": False, "log_every": 10, "criterion": cross_entropy}
     trainer = paceline.Trainer(model, sgd(model), batch=len(different[0][0]), **settings)
     engine, kind = trainer._engine, {"on": ReplicaCheck, "timed": Timed}.get(guard)
-    engine.replicas = kind(engine.model, engine.mesh) if kind else None
+    engine.features.replicas = kind(engine.parts.model, engine.mesh) if kind else None
     trainer.train(batches, max_steps=len(batches))
     return batches.seconds / steps
 

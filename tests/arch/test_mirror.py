@@ -58,6 +58,8 @@ ELSEWHERE = {
     "runtime/objects": ["ranks/test_collectives"],
     "runtime/method_check": ["faults/test_different_calls", "faults/test_on_error"],
     "runtime/collective_check": ["faults/test_mismatches", "ranks/test_collectives"],
+    "train/build_engine": ["unit/train/test_trainer", "ranks/test_parity"],
+    "train/features/table": ["unit/train/test_hooks", "ranks/test_requires_grad"],
     "train/features/compress": ["ranks/test_compressed_training", "ranks/test_comm_hook"],
     "train/features/local_steps": ["ranks/test_local_steps", "ranks/test_local_state"],
     "train/custom_loop_methods": ["ranks/test_own_loop_on_ranks", "unit/train/test_custom_loop"],

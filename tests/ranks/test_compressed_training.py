@@ -48,8 +48,8 @@ class Alternating:
 
 
 def feedback(trainer: Trainer) -> dict[str, Tensor]:
-    assert trainer._engine.reduction.compression is not None
-    return trainer._engine.reduction.compression.local_state()
+    assert trainer._engine.features.reduction.compression is not None
+    return trainer._engine.features.reduction.compression.local_state()
 
 
 @ranks(2)
@@ -76,8 +76,8 @@ def test_a_compressed_run_follows_the_uncompressed_one() -> None:
 def test_powersgd_sends_the_factors_of_a_small_model_at_once() -> None:
     wide = nn.Sequential(nn.Linear(8, 600), nn.Linear(600, 600), nn.Linear(600, 2))  # more than DDP's first bucket
     run, reduced = trainer(POWERSGD, model=wide), []
-    assert run._engine.reduction.compression is not None
-    exchange = run._engine.reduction.compression.exchange
+    assert run._engine.features.reduction.compression is not None
+    exchange = run._engine.features.reduction.compression.exchange
     reduce = exchange.all_reduce
 
     def counted(tensor: Tensor, **how: Any) -> Any:

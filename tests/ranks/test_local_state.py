@@ -70,10 +70,10 @@ def saves(folder: Path, **options: Any) -> Action:
 def state_of(trainer: Trainer) -> dict[str, Tensor]:
     """Everything that this rank has of weights, EMA and optimizer state."""
     engine = trainer._engine
-    assert engine.average is not None
+    assert engine.features.average is not None
     found = {"scale": torch.tensor(trainer.scaler.get_scale())}
     found |= {name: local_shard(value).clone() for name, value in trainer.model.state_dict().items()}
-    found |= {f"ema/{name}": value.clone() for name, value in engine.average.state_dict().items()}
+    found |= {f"ema/{name}": value.clone() for name, value in engine.features.average.state_dict().items()}
     names = [name for names in engine.bound.names for name in names]
     for name, state in zip(names, trainer.optimizer.state.values(), strict=True):
         found |= {f"optimizer/{name}/{key}": local_shard(value).clone() for key, value in state.items()}
@@ -186,7 +186,7 @@ def test_on_another_number_of_replicas_all_start_from_the_mean(tmp_path: Path, r
     def load() -> list[str]:
         trainer = trainer_of(quiet=False)
         trainer.load_checkpoint(folder)
-        steps, saved = trainer._engine.local_steps, tensors_in(folder)
+        steps, saved = trainer._engine.features.local_steps, tensors_in(folder)
         loaded = in_checkpoint(state_of(trainer))
         if steps is not None:
             assert not any(value.any() for value in steps.local_state()["feedback"].values())

@@ -59,6 +59,7 @@ class ModelParts:
     module: LossModule = field(init=False)  # set when the passes on the model have run
     forward: Callable[[Any], Any] = field(init=False)  # the loss module with its wrappers
     no_sync: NoSync | None = None
+    checked: bool = False  # whether the pre-flight has run
     slices: bool = False  # whether `forward` computes a batch in slices
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:

@@ -109,7 +109,7 @@ class CustomLoop:
         self._own = False  # whether the losses of this step did not come from `forward`, and are reduced by `step`
         self._own_losses = self.engine.world.size > 1  # until a first step, if no loss comes from `forward`
         self._own_weight: float | None = None  # of the first such loss, over all ranks
-        engine, parameters = self.engine, list(self.engine.module.parameters())
+        engine, parameters = self.engine, list(self.engine.parts.module.parameters())
         self._gradients = GradientInspector(parameters, engine.updater.discard_gradients, engine.log)
         # Otherwise accumulated gradients may be elsewhere than in `.grad`.
         self._keeps_gradients = engine.bound.held is None and engine.parts.runner is None
@@ -126,7 +126,7 @@ class CustomLoop:
             self._end_epoch(self._read.epoch)
         self._read = None
         self.engine.stepper.reset()
-        discard_gradients(self.engine.module)
+        discard_gradients(self.engine.parts.module)
         self._in_group, self._added, self._current = 0, None, None
 
     def exhausted(self, done: ReadEpoch) -> None:
@@ -181,7 +181,7 @@ class CustomLoop:
 
     def _choose_call(self, batch: Any) -> None:
         self._own_losses = False
-        if self.engine.module.call is None:
+        if self.engine.parts.module.call is None:
             self.engine.choose_call(batch)
 
     def compute(self, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -195,7 +195,7 @@ class CustomLoop:
         first_step.watch_own_draws(engine)
         draws = nullcontext() if micro is None else engine.draw.forward_of(micro)
         with engine.draw, self._sync_context(), draws:
-            return engine.module(inputs, lambda model, given: function(model, *given))
+            return engine.parts.module(inputs, lambda model, given: function(model, *given))
 
     def backward(self, loss: Tensor | Loss, weight: Tensor | float | None = None) -> None:
         """Backpropagate the result of `forward`, or a value computed from it, with the weight of that batch. With a
@@ -220,8 +220,8 @@ class CustomLoop:
                 )
                 counted = known
         own = self._current is None and isinstance(self.engine.parts.forward, DynamicDDP)
-        if own and self.engine.reduction.hook is not None:
-            raise loss_module.hook_error(self.engine.reduction.hook.name)
+        if own and self.engine.features.reduction.hook is not None:
+            raise loss_module.hook_error(self.engine.features.reduction.hook.name)
         if self._added is not None and own is not self._own:
             raise loss_module.mixed_error()
         self._own, self._current, self._added, self._synced = own, None, micro, own or self._syncing
@@ -269,10 +269,10 @@ class CustomLoop:
         for hook in engine.hooks.all_backwards:  # before ranks exchange anything else
             hook()
         if self._own:
-            loss_module.average_gradients(engine.module, engine.mesh.device, engine.mesh.data_group)
+            loss_module.average_gradients(engine.parts.module, engine.mesh.device, engine.mesh.data_group)
         engine.stepper.weights.reduce(micro)
         same = engine.mesh.degrees.is_replicated and engine.mesh.local_replicas == 1
-        scaled = engine.scaler.has_scaled(engine.bound.optimizer)
+        scaled = engine.bound.scaler.has_scaled(engine.bound.optimizer)
         self._gradients.inspect(engine.stepper.weights.factor, scaled=scaled, replicated=same)
         self._finish(replace(micro, step=engine.position.step))
         if self._own_losses:  # the pre-flight, which they skip, does so otherwise
@@ -342,7 +342,7 @@ class CustomLoop:
         return micro
 
     def _require_training_weights(self) -> None:
-        average = self.engine.average
+        average = self.engine.features.average
         if average is not None and average.is_swapped:
             raise TrainError(
                 "step-on-average",
@@ -354,7 +354,7 @@ class CustomLoop:
     def _check(self, micro: MicroBatch) -> None:
         self._start()
         loader = self.loader
-        if not self.engine.checked:
+        if not self.engine.parts.checked:
             first_step.check(self.engine, micro, self._groups, (lambda: None) if loader is None else loader.fingerprint)
             self._due = self._job.actions.next_due(self._reached)
 

@@ -59,11 +59,11 @@ def open_custom_loop(
     saves = config.save_every is not None or config.save_minutes is not None
     if isinstance(config.run, str) or (saves and config.run is not False):  # otherwise it writes nothing
         run.create(config)
-    if not engine.model.training:
-        engine.model.train()
+    if not engine.parts.model.training:
+        engine.parts.model.train()
     run.began_at = position.step
     sinks = run.open_sinks(config)
-    parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
+    parts = (engine.world.device, callbacks, engine.is_bad, engine.log, engine.features.replicas, engine.features.rates)
     recorder = Recorder(History(), sinks, Display(None, position.step), *parts)
     recorder.begin()
     timed = run.folder is not None and config.save_minutes is not None
@@ -85,7 +85,7 @@ def open_custom_loop(
         plan = derive_schedule(engine.config, loaders.batch, steps_per_epoch, *ends, endless=True)
         rows = dict(loaders.plan.rows()) if loaders.plan else {}
         rows |= rates.begin(plan, position.step, config.train.epochs, engine.log.warning)
-        rows |= dropout_rows(engine.config, engine.model, engine.draw)
+        rows |= dropout_rows(engine.config, engine.parts.model, engine.draw)
         if run.folder is not None:
             run.create(engine.config, rows)
         else:

@@ -54,7 +54,7 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
     if not isinstance(replicas, DynamicDDP):
         engine.log.info("ddp: bucket_mb: auto has no effect, because this layout does not use DDP")
         return
-    sizes = candidates(list(engine.module.parameters()))
+    sizes = candidates(list(engine.parts.module.parameters()))
     if len(sizes) == 1:
         choice, reason = _DEFAULT, "all gradients fit in one bucket"
     else:
@@ -69,7 +69,7 @@ def choose(engine: Engine, micro: MicroBatch) -> None:
 
 def _warm_up(engine: Engine, replicas: DynamicDDP, micro: MicroBatch) -> None:
     engine.draw.begin(micro)
-    preflight.warm_up(engine.model, replicas.trial, micro.batch, engine.draw, _user_code(engine))
+    preflight.warm_up(engine.parts.model, replicas.trial, micro.batch, engine.draw, _user_code(engine))
     engine.draw.end()
 
 
@@ -93,10 +93,10 @@ def _measure(engine: Engine, replicas: DynamicDDP, micro: MicroBatch, sizes: Seq
     seconds: dict[float, list[float]] = {size: [] for size in sizes}
     began = perf_counter()
     engine.draw.begin(micro)
-    with snapshot.preserved(engine.model, *_user_code(engine)), replicas.without_hook():
+    with snapshot.preserved(engine.parts.model, *_user_code(engine)), replicas.without_hook():
         for _ in range(_ROUNDS):
             for size in sizes:
-                engine.module.zero_grad(set_to_none=True)  # views of the buckets of the last size
+                engine.parts.module.zero_grad(set_to_none=True)  # views of the buckets of the last size
                 replicas.resize(size)
                 _seconds(engine, replicas, micro)  # after the first backward, DDP rebuilds its buckets
                 seconds[size].append(_seconds(engine, replicas, micro))
@@ -131,7 +131,7 @@ def _use(engine: Engine, replicas: DynamicDDP, size: float) -> None:
 
 
 def _user_code(engine: Engine) -> list[Any]:
-    return [engine.task.criterion, engine.task.loss_fn]
+    return [engine.user.criterion, engine.user.loss_fn]
 
 
 class BucketSizeState:
@@ -171,7 +171,7 @@ def checked_micros(
 def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[[], Any]) -> None:
     """Run the pre-flight, once, before the first step. Must be called within `engine.draw`."""
     config, stepper = engine.config, engine.stepper
-    if engine.checked or not config.preflight:
+    if engine.parts.checked or not config.preflight:
         return
     for begin in engine.hooks.begin:
         begin(groups)
@@ -181,7 +181,7 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
         _compare_halves(engine, micro, groups, (), keeps=True, is_random=False)
         return
     stepper.weigh(several=groups > 1)
-    replicas, watch = engine.parts.forward, BackwardInspector(engine.model)
+    replicas, watch = engine.parts.forward, BackwardInspector(engine.parts.model)
     # Before the trial, which builds buckets: few losses turn out to have a weight that does not depend on the data.
     carries = isinstance(replicas, DynamicDDP) and type(stepper) is TrainStep and replicas.carry_weight()
     with (
@@ -195,10 +195,10 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
             fingerprint=fingerprint(),
             allow_unused=config.unused_parameters == "allow",
             compiled=bool(config.compile),
-            same_weights=not replicas_differ(engine.local_steps),
+            same_weights=not replicas_differ(engine.features.local_steps),
             run_zero_weight=stepper.run_zero_weight,
         )
-    engine.checked = True
+    engine.parts.checked = True
     per_sample = preflight.power_of_two(weight * groups / micro.step_samples)
     stepper.weights.expect(preflight.nominal(weight, groups), per_sample)
     if _start_from_global_mean(engine, watch, weight * groups / micro.step_samples):
@@ -212,8 +212,8 @@ def check(engine: Engine, micro: MicroBatch, groups: int, fingerprint: Callable[
     several = groups > 1 or engine.mesh.degrees.pipeline > 1 or config.fixed_order
     forward_changes.warn_of_buffers(own, counted, engine.warn, several=several)
     standstill.shorten_timeout(config.timeout)  # compilation is done
-    if engine.traffic is not None:
-        engine.traffic.take()  # only bytes of steps are recorded
+    if engine.features.reduction.traffic is not None:
+        engine.features.reduction.traffic.take()  # only bytes of steps are recorded
     engine.log.info(f"pre-flight passed on {plural(engine.world.size, 'rank')}")
 
 
@@ -224,7 +224,7 @@ def _start_from_global_mean(engine: Engine, watch: BackwardInspector, weight_per
     if not hooks and not any(names for _, names in found):
         return False
     stepper = engine.stepper
-    if type(stepper) is TrainStep and engine.mesh.local_replicas == 1 and engine.reduction.hook is None:
+    if type(stepper) is TrainStep and engine.mesh.local_replicas == 1 and engine.features.reduction.hook is None:
         stepper.weights.start_from_global_mean(weight_per_sample)
         return True
     if hooks:
@@ -284,7 +284,7 @@ class LaterChecks:
         """Call with every micro-batch of training."""
         if micro.group == self._group:
             self._kept = micro
-        looks = self._new is None and micro.samples and not self._warned and self._engine.graphed is None
+        looks = self._new is None and micro.samples and not self._warned and self._engine.hooks.captured is None
         found = (micro.with_floors().floors if looks else None) or {}  # a captured step must not read values
         if any(floor < self._floors.get(number, inf) for number, floor in found.items()):
             self._new = micro
@@ -297,7 +297,7 @@ class LaterChecks:
         partner = None if other is micro else other
         training = self._training and not is_random
         found = split_invariance.compare(_trial(engine, micro), partner=partner, training=training, **self._how)
-        said = collectives.all_gather_object(engine.module.proportions.said)
+        said = collectives.all_gather_object(engine.parts.module.proportions.said)
         found = found or next((text for text in said if text and not said[0]), None)  # rank 0 logs its own
         if found is not None:
             self._warned = True
@@ -342,7 +342,7 @@ def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -
     found, is_random = describe(micro)
     if found:
         say(found)
-    elif engine.draw.keys is not None and engine.graphed is None:
+    elif engine.draw.keys is not None and engine.hooks.captured is None:
         engine.draw.watch = LateDraws(engine.draw, describe, say, engine.log)
     return is_random
 
@@ -350,7 +350,7 @@ def _name_draws(engine: Engine, micro: MicroBatch, say: Callable[[str], None]) -
 def watch_own_draws(engine: Engine) -> None:
     """Of a custom loop whose losses the Trainer can't compute."""
     watches = engine.config.preflight and engine.draw.keys is not None and engine.world.size > 1
-    if watches and not engine.checked and not engine.draw.watched:
+    if watches and not engine.parts.checked and not engine.draw.watched:
         engine.draw.watched = True
         engine.draw.watch = LateDraws(engine.draw, lambda micro: (None, False), engine.log.warning, engine.log)
 
@@ -362,28 +362,28 @@ def _trial(engine: Engine, micro: MicroBatch) -> split_invariance.LossTrial:
         """With the graph that shows what a mean was divided by, and that a loss may need (a gradient penalty)."""
         # FSDP and pipelines would take a forward with gradients for one of training.
         if not engine.mesh.degrees.is_replicated:
-            return engine.module.recorded(partial(run_loss, engine.module, batch))
+            return engine.parts.module.recorded(partial(run_loss, engine.parts.module, batch))
         with torch.enable_grad():
-            return run_loss(engine.module, batch)
+            return run_loss(engine.parts.module, batch)
 
-    return split_invariance.LossTrial(engine.module, run, micro, engine.draw, _user_code(engine))
+    return split_invariance.LossTrial(engine.parts.module, run, micro, engine.draw, _user_code(engine))
 
 
 def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None:
     """One rank runs no trial: the first step itself shows the weight and the unused parameters."""
-    config = engine.config
-    engine.checked = True
-    engine.module.zero_grad(set_to_none=True)
+    config, parts = engine.config, engine.parts
+    parts.checked = True
+    parts.module.zero_grad(set_to_none=True)
     engine.stepper.weights.measure_first(partial(preflight.nominal, groups=groups))
-    before = forward_changes.attributes(engine.model, engine.module.loss_state)
+    before = forward_changes.attributes(parts.model, parts.module.loss_state)
 
     def check(*arguments: Any) -> None:
         hook.remove()
-        changed = groups == 1 and forward_changes.attributes(engine.model, engine.module.loss_state) != before
+        changed = groups == 1 and forward_changes.attributes(parts.model, parts.module.loss_state) != before
         if changed and (failed := forward_changes.find(_trial(engine, micro))[2]):
             engine.log.warning(failed)
         _name_draws(engine, micro, engine.log.info)
-        unused = preflight.without_gradient(engine.model)
+        unused = preflight.without_gradient(engine.parts.model)
         if unused and config.unused_parameters == "error":
             engine.log.warning(
                 f"the loss does not depend on {', '.join(unused[:8])}; on several ranks this is an error"
@@ -391,10 +391,10 @@ def _check_in_first_step(engine: Engine, micro: MicroBatch, groups: int) -> None
 
     hook = engine.bound.optimizer.register_step_pre_hook(check)
     if groups > 1:
-        watch = BackwardInspector(engine.model)
+        watch = BackwardInspector(engine.parts.model)
         engine.stepper.weigh(several=True)
         engine.draw.samples = micro  # not begin(): what the first step draws is watched
         with nullcontext() if config.compile else watch:
-            weight = preflight.warm_up(engine.model, engine.module, micro.batch, engine.draw, _user_code(engine))
+            weight = preflight.warm_up(parts.model, parts.module, micro.batch, engine.draw, _user_code(engine))
         engine.draw.samples = None
         _start_from_global_mean(engine, watch, preflight.read_weight(weight, micro)[1] * groups / micro.step_samples)

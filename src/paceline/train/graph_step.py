@@ -32,6 +32,7 @@ from paceline.run.heartbeat import counters
 from paceline.runtime.noise import Draw
 from paceline.train import cuda_graphs
 from paceline.train.cuda_graphs import raise_if_waiting, require_capturable
+from paceline.train.features.context import FeatureContext
 from paceline.train.features.schedule import LearningRate
 from paceline.train.optimizer_update import OptimizerUpdate
 from paceline.train.train_step import TrainStep
@@ -62,6 +63,13 @@ class _Captured:
     skipped: Any
     means: bool
     data_weighted: bool
+
+
+def graphed_step(context: FeatureContext, step: TrainStep, updater: OptimizerUpdate) -> GraphedStep:
+    config, callbacks = context.config, context.user.callbacks
+    waits = config.nonfinite != "raise" or context.bound.scaler.is_enabled()
+    parts = (context.parts.module, step, updater, context.schedule, context.log)
+    return GraphedStep(*parts, waits=waits, has_callback=bool(callbacks.hooks["on_gradients"]))
 
 
 class GraphedStep:

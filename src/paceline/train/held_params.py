@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from paceline.config.components import OPTIMIZERS
+from paceline.config.components import OPTIMIZERS, PRECISIONS
 from paceline.config.recipe import Config
 from paceline.errors import TrainError
 from paceline.log import Log
@@ -26,6 +27,8 @@ from paceline.parallel.shards import is_primary_shard
 from paceline.plan.layout import Degrees
 from paceline.plan.passes import is_sharded
 from paceline.precision import policies
+from paceline.precision.policies import Scaler
+from paceline.runtime import collectives
 from paceline.runtime.mesh import Mesh
 from paceline.train.checks import unsupported
 from paceline.train.checks.preflight import unused_parameters_error
@@ -37,6 +40,7 @@ class BoundOptimizer:
     names: list[list[str]]  # of its parameters, by group
     is_users: bool
     held: HeldParams | None  # None: it holds the parameters of the model
+    scaler: Scaler  # of the loss
 
     def adopt_groups(self, parts: ModelParts, log: Log) -> None:
         """Take over parameter groups that were added to the optimizer."""
@@ -75,18 +79,22 @@ def bind_optimizer(
     names = parts.names if given is not None else names_of(parts.named_parameters())
     if given is None and parts.stateful_loss is not None:
         unsupported.check_parameters(parts.named_parameters(), optimizer, log)
-    bound = BoundOptimizer(optimizer, _names_by_group(optimizer, names), is_users, None)
+    held, by_group = None, _names_by_group(optimizer, names)  # before other tensors replace parameters
     if mesh.degrees.pipeline > 1:
         unsupported.require_separable(optimizer, facts, log)
     if is_sharded(config, mesh.degrees):
         local_names = {key: parts.aliases.get(name, name) for key, name in names.items()}
-        held = bind(optimizer, local_names, parts.model, facts)
+        tensors = bind(optimizer, local_names, parts.model, facts)
         several = mesh.degrees.world > 1
         allow_unused = config.unused_parameters == "allow" or not several
         used = track_used(parts.module) if allow_unused and several and isinstance(parts.module, FSDPModule) else None
-        bound.held = HeldParams(parts, held, mesh, allow_unused=allow_unused, used=used)
+        held = HeldParams(parts, tensors, mesh, allow_unused=allow_unused, used=used)
     fill_momentum(optimizer)
-    return bound
+    # Ranks that see shards of the gradients agree on overflows.
+    reduce_max = None if held is None else partial(collectives.all_reduce, op="max", group=mesh.step_group)
+    scales = PRECISIONS.facts(config.precision).loss_scaling
+    scaler = Scaler(mesh.device, config.scaler, enabled=scales, reduce_max=reduce_max)
+    return BoundOptimizer(optimizer, by_group, is_users, held, scaler)
 
 
 def _names_by_group(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:

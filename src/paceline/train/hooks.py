@@ -19,6 +19,7 @@ from paceline.data.loader import MicroBatch
 from paceline.optim.clip import StepGradients
 
 if TYPE_CHECKING:
+    from paceline.train.graph_step import GraphedStep
     from paceline.train.weights_view import WeightsView
 
 Losses = Sequence[tuple[Tensor, Any]]
@@ -63,7 +64,11 @@ class HookTable:
 
     def __init__(self) -> None:
         self._features: dict[str, Hooks] = {}
+        self.captured: GraphedStep | None = None  # what runs a step in place of the plain one
         self._bind()
+
+    def capture(self, step: GraphedStep) -> None:
+        self.captured = step
 
     def set(self, hooks: Hooks) -> None:
         """Add those of a feature, or replace them (by none), which keeps its place."""

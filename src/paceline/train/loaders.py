@@ -126,12 +126,12 @@ class Loaders:
         with preserve_generators(data):
             sample = next(self._loader(data, batch.size, batch.size).micros(0, 1)).batch
         engine = self._engine
-        engine.model.to("cpu")  # frees GPU memory for other processes; the model is not sharded
+        engine.parts.model.to("cpu")  # frees GPU memory for other processes; the model is not sharded
         torch.cuda.empty_cache()
         try:
             found = finder.find(sample, int(batch.micro_batch.value))
         finally:
-            engine.model.to(engine.world.device)
+            engine.parts.model.to(engine.world.device)
         self._finder = None
         self._engine.config = self._engine.config.model_copy(update={"micro_batch": found})
         self._engine.log.info(f'micro_batch="auto" selected {found} samples')
@@ -153,7 +153,7 @@ class Loaders:
             training=not evaluating,
             announce=announce,
             whole=engine.config.data is not None and engine.config.data.whole_batches,
-            collate=engine.task.collate_fn,
+            collate=engine.user.collate_fn,
         )
         return adopt.adopt(data, spec, (lambda text: None) if evaluating else engine.log.info)
 

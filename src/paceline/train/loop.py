@@ -219,12 +219,12 @@ class Job:
 
 def run(job: Job) -> None:
     """Train until the data or the actions end it."""
-    with job.engine.position.reading(), job.engine.graphed or nullcontext():
+    with job.engine.position.reading(), job.engine.hooks.captured or nullcontext():
         _run(job)
 
 
 def _run(job: Job) -> None:
-    stepper = job.engine.graphed or job.engine.stepper
+    stepper = job.engine.hooks.captured or job.engine.stepper
     position, telemetry = job.engine.position, job.engine.telemetry
     recorder, actions = job.recorder, job.actions
     telemetry.begins(position.step)
@@ -259,8 +259,8 @@ def take_step(job: Job, micro: MicroBatch) -> None:
     """Update the parameters after `micro`, the last micro-batch of its step."""
     engine = job.engine
     weights, updater = engine.stepper.weights, engine.updater
-    if engine.graphed is not None:
-        norm = engine.graphed.take()
+    if engine.hooks.captured is not None:
+        norm = engine.hooks.captured.take()
     else:
         for complete in engine.hooks.all_backwards:
             complete()

@@ -74,8 +74,8 @@ def explain_out_of_memory(engine: Engine, plan: BatchPlan | None) -> Iterator[No
 def explain(error: BaseException, engine: Engine, plan: BatchPlan | None) -> TrainError:
     """`plan` is None in a custom loop."""
     requested, device = _REQUESTED.search(str(error)), engine.world.device
-    parameters = sum(_bytes(parameter) for parameter in engine.model.parameters())
-    gradients = sum(_bytes(parameter) for parameter in engine.model.parameters() if parameter.requires_grad)
+    parameters = sum(_bytes(parameter) for parameter in engine.parts.model.parameters())
+    gradients = sum(_bytes(parameter) for parameter in engine.parts.model.parameters() if parameter.requires_grad)
     states = sum(_bytes(value) for state in engine.bound.optimizer.state.values() for value in state.values())
     samples = f"{plan.micro_batch.value} samples" if plan else "unknown size"
     return TrainError(
@@ -158,7 +158,7 @@ def _sharded(degrees: Degrees) -> str:
 def _can_recompute(engine: Engine) -> bool:
     if engine.layout.degrees.pipeline > 1:
         return engine.config.pipeline.schedule != "zero-bubble"
-    return bool(find_blocks(engine.model, engine.config.blocks))
+    return bool(find_blocks(engine.parts.model, engine.config.blocks))
 
 
 class BatchSizeFinder:

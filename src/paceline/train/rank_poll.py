@@ -182,8 +182,8 @@ class RankPoll:
             return values
         numbers = torch.tensor(values, dtype=torch.float64, device=self._engine.world.device)
         collectives.all_reduce(numbers, op="max")
-        if self._engine.traffic is not None:
-            self._engine.traffic.all_reduce(numbers.nbytes, self._engine.world.size)
+        if self._engine.features.reduction.traffic is not None:
+            self._engine.features.reduction.traffic.all_reduce(numbers.nbytes, self._engine.world.size)
         return numbers.tolist()
 
     def _act(self, request: SignalRequest, step: int) -> str | None:

@@ -270,3 +270,9 @@ def set_torch_flags(config: Config, device: torch.device) -> None:
         torch.backends.cudnn.benchmark = False
     if config.fixed_order:
         torch.set_num_threads(1)  # kernels on a CPU divide their sums among threads
+
+
+def place_criterion(criterion: Any, config: Config, device: torch.device) -> None:
+    if isinstance(criterion, nn.Module):
+        policies.prepare_model(criterion, config.precision)
+        criterion.to(device)

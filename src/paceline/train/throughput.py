@@ -161,7 +161,9 @@ class Throughput:
         warn: Callable[[str], None],
         local_ranks: int,
         traffic: Traffic | None = None,
+        loss_scale: Callable[[], Tensor] | None = None,
     ) -> None:
+        """`loss_scale`: of fp16."""
         self._flops, self._mesh, self._warn, self.traffic = flops, mesh, warn, traffic
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         self._cores = cores // local_ranks
@@ -169,7 +171,7 @@ class Throughput:
         self._reading: tuple[ReadTime, InputMonitor] | None = None  # None: the user's loop reads the data
         self.own_time = BusyTime(mesh.device) if self._ranks > 1 else None
         self.stragglers: Stragglers | None = None
-        self.loss_scale: Callable[[], Tensor] | None = None  # of fp16
+        self._loss_scale = loss_scale
         nvml = Nvml.open(mesh.device) if mesh.device.type == "cuda" else None
         self._gpu = None if nvml is None else GpuStats(nvml)
         self._gpus = GpuMonitor(self._ranks, warn) if mesh.device.type == "cuda" else None
@@ -227,8 +229,8 @@ class Throughput:
             values |= self.stragglers.values()
         if self._gpus is not None:
             self._gpus.log_point(sums["gpus"])
-        if self.loss_scale is not None:
-            values["loss_scale"] = float(self.loss_scale())
+        if self._loss_scale is not None:
+            values["loss_scale"] = float(self._loss_scale())
         flops, known = sums["flops"]
         if known == self._ranks:
             each = flops / self._mesh.data_ranks * samples_per_second / self._ranks

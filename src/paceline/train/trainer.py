@@ -27,6 +27,7 @@ from paceline.parallel.data_parallel import Reduce, broadcast_buffers
 from paceline.plan.schedule import derive_schedule, pause_step
 from paceline.run.history import History, Record
 from paceline.train import first_step, loop, oom, recipe_objects, trainer_kwargs
+from paceline.train.build_engine import build_engine
 from paceline.train.callbacks import Callbacks, End, Failed, Start
 from paceline.train.checkpointing import run_handle
 from paceline.train.checkpointing.entries import training_state
@@ -36,7 +37,6 @@ from paceline.train.checks import preflight
 from paceline.train.checks.wrapped_model import check_comm_hook
 from paceline.train.custom_loop import CustomLoop
 from paceline.train.custom_loop_methods import open_custom_loop
-from paceline.train.engine import Engine
 from paceline.train.evaluate import EvaluationPolicy
 from paceline.train.features import nonfinite
 from paceline.train.loaders import Loaders
@@ -171,12 +171,12 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         self._callbacks = task.callbacks
         # Before the engine initializes CUDA.
         finder = BatchSizeFinder(config, model, task, device) if config.micro_batch == "auto" else None
-        self._engine = engine = Engine(config, model, task, device)
-        self.world, self.model = engine.world, engine.model
-        self.optimizer, self.scaler = engine.bound.optimizer, engine.scaler
-        self._rates = engine.schedule
+        self._engine = engine = build_engine(config, model, task, device)
+        self.world, self.model = engine.world, engine.parts.model
+        self.optimizer, self.scaler = engine.bound.optimizer, engine.bound.scaler
+        self._rates = engine.features.schedule
         self._policy = EvaluationPolicy(config, self._rates, engine.position)
-        about = (engine.world, engine.log, engine.model, engine.position)
+        about = (engine.world, engine.log, engine.parts.model, engine.position)
         self._run = run_handle.open(config, *about, engine.telemetry.opened)
         self._weights = weights_view(engine)
         state = training_state(engine, self._weights, self._policy, self._callbacks)
@@ -363,8 +363,8 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         self._saver.save_last(step)
 
     def _new_recorder(self, history: History, sinks: Sinks, display: Display) -> Recorder:
-        engine = self._engine
-        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, engine.replicas, engine.rates)
+        engine, features = self._engine, self._engine.features
+        parts = (self.world.device, self._callbacks, engine.is_bad, engine.log, features.replicas, features.rates)
         return Recorder(history, sinks, display, *parts)
 
     def _evaluated(self, recorder: Recorder, val: Any, poll: RankPoll, step: int, epoch: int, due: bool) -> str | None:
@@ -385,7 +385,7 @@ class Trainer(TrainerMethods, trainer_kwargs.MethodHints):
         if loader is not None and loader.repeatable:
             micros = engine.ready(loader.micros(record["step"] - 1, None))
         seen = seen and not self.config.fixed_order  # the loss of a step is then that of all ranks
-        error = nonfinite.report(record, engine.module, micros, engine.draw, seen=seen)
+        error = nonfinite.report(record, engine.parts.module, micros, engine.draw, seen=seen)
         engine.reset_features()
         if self.config.nonfinite == "raise" or not may_stop:
             raise error

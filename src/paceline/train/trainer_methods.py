@@ -199,9 +199,11 @@ class TrainerMethods(CustomLoopMethods):
         for prefix, data in sets.items():
             loader = self._loaders.evaluation(data)
             micros = reading(engine.ready(loader.micros(0, 1)))
-            metrics = (engine.task.metrics, loader.samples, self._warn_once)
+            metrics = (engine.user.metrics, loader.samples, self._warn_once)
             with oom.explain_out_of_memory(engine, self._loaders.plan), self._weights_to_evaluate():
-                found[prefix] = evaluate.evaluate(engine.module, micros, engine.mesh, engine.config.seed, *metrics)
+                found[prefix] = evaluate.evaluate(
+                    engine.parts.module, micros, engine.mesh, engine.config.seed, *metrics
+                )
         return evaluate.joined(found)
 
     def predict(self, data: Any) -> Any:
@@ -222,7 +224,7 @@ class TrainerMethods(CustomLoopMethods):
         """
         micros = self._engine.on_device(self._loaders.evaluation(data, ordered=True).micros(0, 1))
         with oom.explain_out_of_memory(self._engine, self._loaders.plan), self._weights_to_evaluate():
-            return evaluate.predict(self._engine.module, micros, self._engine.mesh, self._engine.config.seed)
+            return evaluate.predict(self._engine.parts.module, micros, self._engine.mesh, self._engine.config.seed)
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Record a value; the next log point writes its mean over steps and ranks.

@@ -69,7 +69,7 @@ class WeightsView:
 
 
 def weights_view(engine: Engine) -> WeightsView:
-    view = WeightsView(engine.model, engine.mesh, engine.bound.held is not None, engine.model.state_dict)
+    view = WeightsView(engine.parts.model, engine.mesh, engine.bound.held is not None, engine.parts.model.state_dict)
     for change in engine.hooks.view:
         view = change(view)
     return view

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.config.sections import ScalerSection
 from paceline.errors import TrainError
 from paceline.log import rank_log
 from paceline.parallel.model_parts import ModelParts
 from paceline.plan.layout import AXIS_NAMES, Degrees
+from paceline.precision.policies import Scaler
 from paceline.runtime.mesh import Mesh
 from paceline.train.held_params import BoundOptimizer, HeldParams
 
@@ -44,7 +46,8 @@ def test_a_missing_gradient_is_an_error_unless_it_is_allowed() -> None:
 def test_added_groups_are_taken_over_unless_other_tensors_are_held() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.5)
-    bound = BoundOptimizer(optimizer, [["0.weight", "0.bias"]], is_users=True, held=None)
+    scaler = Scaler(torch.device("cpu"), ScalerSection(), enabled=False)
+    bound = BoundOptimizer(optimizer, [["0.weight", "0.bias"]], is_users=True, held=None, scaler=scaler)
     optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.25})
     bound.adopt_groups(parts_around(model), rank_log(0, quiet=True))
     assert bound.names == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]

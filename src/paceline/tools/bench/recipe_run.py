@@ -155,7 +155,7 @@ def _omit_reduction(trainer: TimedTrainer) -> None:
     """Let DDP fill its buckets, and keep the gradients of this rank in them."""
     replicas = trainer._engine.parts.forward
     assert isinstance(replicas, DynamicDDP)
-    trainer._engine.replicas = None  # their weights will differ
+    trainer._engine.features.replicas = None  # their weights will differ
     trainer.align = collectives.barrier  # ranks begin each step together, as with communication
 
     def keep(bucket: GradBucket) -> torch.futures.Future[Tensor]:

@@ -120,7 +120,7 @@ class TimedTrainer(Trainer):
 def watch(job: loop.Job, times: StepTimes) -> None:
     """Note what happens between the calls of the loop and, unless a graph captures the step, within it."""
     engine, micros = job.engine, job.micros
-    if engine.graphed is not None:
+    if engine.hooks.captured is not None:
         within, complete = Hooks(name="bench"), step_report.GRAPH
     elif isinstance(engine.stepper, PipelineStep):
         within, complete = _hooks(engine, times, step_report.BOTH), step_report.OPTIMIZER
@@ -129,8 +129,8 @@ def watch(job: loop.Job, times: StepTimes) -> None:
     engine.hooks.set(replace(within, after_step=lambda *_: times.note(complete)))
     job.micros = lambda: _read(micros(), times)
     _wrap(job.actions, "run_due", times, step_report.LOGGING)
-    if engine.local_steps is not None:
-        _wrap(engine.local_steps, "after_step", times, step_report.ROUND, before=step_report.OPTIMIZER)
+    if engine.features.local_steps is not None:
+        _wrap(engine.features.local_steps, "after_step", times, step_report.ROUND, before=step_report.OPTIMIZER)
 
 
 def _hooks(engine: Engine, times: StepTimes, work: str) -> Hooks:

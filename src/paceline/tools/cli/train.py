@@ -72,7 +72,7 @@ def summary(trainer: Trainer, history: History, val: Any) -> str:
         last = history.evaluations[-1]
         loss = last["loss"]
         lines.append(f"validation loss    {format_value(loss)}")
-        named = {name: value for name, value in last.items() if "/" in name or name in trainer._engine.task.metrics}
+        named = {name: value for name, value in last.items() if "/" in name or name in trainer._engine.user.metrics}
         lines += [f"{name:<18} {format_value(value)}" for name, value in named.items()]
         for name, baseline in getattr(val, "baselines", dict)().items():
             verdict = "beaten" if loss < baseline else "not beaten yet: train longer"

@@ -30,8 +30,8 @@ from paceline.train.first_step import BucketSizeState
 from paceline.train.weights_view import WeightsView
 
 _ORDER = (  # of entries in the manifest, and of applying them: others may depend on weights
-    "model", "ema", "optimizer", "scaler", "plateau", "scheduler", "position", "outcome", "callbacks", "compression",
-    "comm-state", "random", "criterion", "bucket_mb", "huggingface", "outer", "replica-scaler",
+    "model", "ema", "optimizer", "scaler", "plateau", "scheduler", "position", "outcome", "callbacks",
+    "compression", "comm-state", "random", "criterion", "bucket_mb", "huggingface", "outer", "replica-scaler",
 )  # fmt: skip
 
 
@@ -43,18 +43,17 @@ def training_state(engine: Engine, view: WeightsView, policy: EvaluationPolicy, 
         StateEntry("position", engine.position),
         StateEntry("outcome", policy),
         StateEntry("callbacks", callbacks),
-        *engine.reduction.state(engine.world, engine.log),
         StateEntry("random", RandomState(engine), per_rank=True),
         *engine.hooks.state,
     ]
-    if (criterion := engine.task.stateful_loss) is not None:
+    if (criterion := engine.user.stateful_loss) is not None:
         entries.append(StateEntry("criterion", CriterionState(criterion), if_absent="keep"))
     if engine.config.ddp.bucket_mb == "auto":
         entries.append(StateEntry("bucket_mb", BucketSizeState(engine), if_absent="keep"))
-    if is_pretrained(engine.model):
-        entries.append(StateEntry("huggingface", PretrainedFiles(engine.model), if_absent="keep"))
+    if is_pretrained(engine.parts.model):
+        entries.append(StateEntry("huggingface", PretrainedFiles(engine.parts.model), if_absent="keep"))
     entries.sort(key=lambda entry: _ORDER.index(entry.key) if entry.key in _ORDER else len(_ORDER))
-    layout, average = engine.layout_facts(), engine.replica_average
+    layout, average = engine.layout_facts(), engine.features.replica_average
     replica = None if average is None else average.place
     return TrainingState(entries, rank=engine.world.rank_info.rank, layout=layout, replica=replica)
 

@@ -35,14 +35,14 @@ class ModelState(ShardedStateful):
 
     def sharded_state(self) -> ShardedState:
         engine, state = self._engine, ShardedState()
-        if unsaved := engine.module.unsaved:
-            engine.module.unsaved = []  # said once
+        if unsaved := engine.parts.module.unsaved:
+            engine.parts.module.unsaved = []  # said once
             engine.log.warning(
                 f"the forward keeps {', '.join(unsaved[:4])} in plain attributes for the next one; they are not saved: "
                 "a resumed run starts without them; register buffers, or implement get_extra_state"
             )
-        trained = {id(p) for p in engine.model.parameters() if p.requires_grad}
-        modules = engine.model.modules()
+        trained = {id(p) for p in engine.parts.model.parameters() if p.requires_grad}
+        modules = engine.parts.model.modules()
         # Modified by a forward (nn.Embedding's max_norm).
         renormed = {id(module.weight) for module in modules if getattr(module, "max_norm", None) is not None}
         paths: dict[int, str] = {}
@@ -83,7 +83,7 @@ class ModelState(ShardedStateful):
     def load_sharded_state(self, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], values: Any) -> None:
         """Load parameters and buffers in place, and everything else in the state dict (extra state, copies made by
         hooks) with the model's `load_state_dict`."""
-        model = self._engine.model
+        model = self._engine.parts.model
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         others = dict(values)
         for name, tensor in self._saved_names().items():

@@ -141,7 +141,7 @@ class Restorer:
         if changed:
             details = ", ".join(f"{key} {before[key]} → {now[key]}" for key in changed)
             self._engine.log.info(f"recipe changed since this checkpoint: {details}")
-        if before.get("ema.decay") is not None and self._engine.average is None:
+        if before.get("ema.decay") is not None and self._engine.features.average is None:
             self._engine.log.warning("changed since this checkpoint: no ema; the averaged weights are discarded")
 
     def _ranks_without(self, at: Address) -> list[int]:
@@ -177,14 +177,13 @@ class Restorer:
         """Start at step 0 with the loaded weights."""
         reset_state(self._engine.bound.optimizer)
         self._engine.position.reset()
-        self._engine.reduction.reset()
         for restart in self._engine.hooks.restart:
             restart()
 
     def _load_file(self, path: Path) -> dict[str, Any]:
         """Load weights saved by another program, and start at step 0."""
         loaded = run_on_all_ranks(lambda: self._load_external(path), f"Loading {path}")
-        for name, tensor in self._engine.model.state_dict(keep_vars=True).items():
+        for name, tensor in self._engine.parts.model.state_dict(keep_vars=True).items():
             if isinstance(tensor, torch.Tensor) and name in loaded.weights:  # otherwise it is tied to one that is
                 copy_shard_(tensor, loaded.weights[name])
         self._start_over()
@@ -201,7 +200,7 @@ class Restorer:
         return loaded
 
     def _advice(self, weights: Mapping[str, torch.Tensor]) -> str:
-        own = self._engine.model.state_dict()
+        own = self._engine.parts.model.state_dict()
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         fitting = sum(1 for name, tensor in own.items() if shapes.get(name) == tensor.shape)
         first = next(iter(weights), "")
@@ -216,7 +215,7 @@ class Restorer:
         )
 
     def _require_names(self, path: Path, loaded: external.ExternalWeights) -> None:
-        own = self._engine.model.state_dict(keep_vars=True)
+        own = self._engine.parts.model.state_dict(keep_vars=True)
         present = {id(tensor) for name, tensor in own.items() if name in loaded.weights}
         needed = {
             name: tuple(tensor.shape)

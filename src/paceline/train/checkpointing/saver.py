@@ -48,9 +48,9 @@ class Saver:
         self._failures = 0
         self.last_cost: SaveResult | None = None
         # Whether no rank has all of the weights: parameters are sharded, or replicas train apart.
-        self._in_parts = engine.bound.held is not None or engine.replica_average is not None
+        self._in_parts = engine.bound.held is not None or engine.features.replica_average is not None
         # Whether no rank has all of the state: nor does it, if what reduces gradients has its own on each.
-        self._together = self._in_parts or (engine.world.size > 1 and engine.reduction.is_saved)
+        self._together = self._in_parts or (engine.world.size > 1 and engine.features.reduction.is_saved)
         self._final = Departures(2 * (_ON_ERROR_SECONDS if self._in_parts else _OR_ALONE_SECONDS))
         if self._together:  # otherwise created by the first scheduled save, which is collective
             self._group = process_group.new_cpu_group(config.timeout)
@@ -76,13 +76,13 @@ class Saver:
 
     def _capture(self, *, planned: bool = False) -> Snapshot:
         """The state of a scheduled save. Collective."""
-        snapshot, average = run_on_all_ranks(self._state.capture, "Saving"), self._engine.replica_average
+        snapshot, average = run_on_all_ranks(self._state.capture, "Saving"), self._engine.features.replica_average
         return snapshot if average is None else with_means(snapshot, average, planned=planned)
 
     @property
     def can_plan(self) -> bool:
         """Whether the optimizer has its state: fp16 skips the first steps, until the loss scale is low enough."""
-        return bool(self._engine.bound.optimizer.state) or not self._engine.scaler.is_enabled()
+        return bool(self._engine.bound.optimizer.state) or not self._engine.bound.scaler.is_enabled()
 
     def _open_writer(self) -> Writer:
         self._writer = self._writer or Writer(self.group(), without_access=self._run.without_access)
@@ -245,11 +245,11 @@ class Saver:
             self._run.before_save()
             left_out = () if include_optimizer else ("optimizer", "outer")
             capture = partial(self._state.capture, metadata, without=left_out)
-            if engine.replica_average is None:
+            if engine.features.replica_average is None:
                 snapshot = capture()
             else:
                 snapshot = run_on_all_ranks(capture, "Saving")
-                snapshot = with_means(snapshot, engine.replica_average, own=include_optimizer)
+                snapshot = with_means(snapshot, engine.features.replica_average, own=include_optimizer)
             description = self._describe(snapshot, include_optimizer, recorded=recorded)
             writer.begin(
                 at,
@@ -271,7 +271,7 @@ class Saver:
         If the last steps are not `recorded` with the losses of all ranks, the run resumes from its last scheduled
         checkpoint and records them again, provided that this costs only a few steps."""
         engine, step, last = self._engine, self._engine.position.step, self._saved
-        apart = "replicas train apart (sync.every)" if engine.replica_average is not None else ""
+        apart = "replicas train apart (sync.every)" if engine.features.replica_average is not None else ""
         store = self._run.store
         if store is None or engine.updater.is_changing or engine.is_blocked:
             interrupted = apart and store is not None and engine.updater.is_changing
@@ -329,7 +329,7 @@ def few_steps(config: Config) -> int:
 
 
 def require_own_weights(engine: Engine) -> None:
-    if engine.average is not None and engine.average.is_swapped:
+    if engine.features.average is not None and engine.features.average.is_swapped:
         raise CheckpointError(
             "inside-ema",
             "A checkpoint was saved or loaded inside trainer.ema_weights().",

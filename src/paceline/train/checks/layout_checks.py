@@ -14,15 +14,17 @@ from paceline.config.recipe import Config
 from paceline.config.sections import OptimizerSection as Settings
 from paceline.errors import LayoutError
 from paceline.log import Log
+from paceline.models.loss_module import parameters_of_loss
 from paceline.models.spec import find_blocks, spec_of
 from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
 from paceline.plan.layout import LayoutPlan, derive_layout
 from paceline.plan.memory import MachineFacts, ModelSize
-from paceline.plan.passes import require_allowed
+from paceline.plan.passes import require_allowed, uses_local_steps
 from paceline.runtime import collectives, consistency
 from paceline.runtime.device import memory_of
+from paceline.runtime.mesh import Mesh
 from paceline.runtime.process_group import World
 from paceline.train.checks import same_model, unsupported, wrapped_model
 from paceline.train.trainer_kwargs import UserObjects
@@ -55,7 +57,16 @@ def check_layout(
             why="no rank holds the full model; the last stage computes the loss from the outputs",
             fix="pass criterion=… for (input, target) batches, or use a model whose PipelineSpec names its loss",
         )
+    if user.optimizer is not None:
+        named = [*model.named_parameters(), *parameters_of_loss(user.stateful_loss)]
+        unsupported.check_parameters(named, user.optimizer, log)
     return layout, partition
+
+
+def build_mesh(config: Config, layout: LayoutPlan, world: World) -> Mesh:
+    """Collective: must be called on every rank."""
+    apart = layout.degrees.replicate if uses_local_steps(config, layout.degrees) else 1
+    return Mesh.build(layout.degrees, world, always=config.fsdp.offload, local_replicas=apart)
 
 
 def check_plan_of(config: Config, model: nn.Module, plan: LayoutPlan) -> StagePartition | None:

@@ -18,7 +18,7 @@ ranks if rank 0 saved alone, before it exited with an error. A `comm_state` is l
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,13 @@ from paceline.parallel.data_parallel import CommHook
 from paceline.parallel.sync.compression import Compression, build_compression
 from paceline.parallel.sync.exchange import Exchange
 from paceline.plan.network_model import Traffic
-from paceline.precision.policies import Scaler
 from paceline.runtime import process_group
 from paceline.runtime.process_group import World
 from paceline.runtime.serialization import from_json, to_json
 from paceline.text import format_sent, plural
 from paceline.train.checks.wrapped_model import is_saved
+from paceline.train.features.context import FeatureContext
+from paceline.train.hooks import Hooks
 
 COMPRESSION, COMM_STATE = "compression", "comm-state"
 _VALUES = "values"
@@ -51,6 +52,7 @@ _VALUES = "values"
 class Reduction:
     hook: CommHook | None = None  # None: DDP's own all-reduce
     compression: Compression | None = None  # what the hook is made of; None: it is the user's
+    traffic: Traffic | None = None  # counts what is sent with `sync`
 
     @property
     def is_saved(self) -> bool:
@@ -75,34 +77,36 @@ class Reduction:
             "compressed"
         )
 
-    def follow(self, scaler: Scaler) -> None:
-        if self.compression is not None and scaler.is_enabled():
-            self.compression.scale = scaler.current
 
-    def reset(self) -> None:
-        """Forget what earlier steps have left."""
-        if self.compression is not None:
-            self.compression.load({}, {})
+def build(context: FeatureContext) -> Hooks:
+    reduction, world, log = context.reduction, context.world, context.log
+    compression = reduction.compression
+    state = [
+        StateEntry(COMPRESSION, CompressionState(compression, world, log)),
+        StateEntry(COMM_STATE, HookState(reduction.hook, world, log)),
+    ]
+    if compression is None:
+        return Hooks(name="compress", state=state)  # they recognize those of another run
+    if context.bound.scaler.is_enabled():
+        compression.scale = context.bound.scaler.current
 
-    def state(self, world: World, log: Log) -> Sequence[StateEntry]:
-        """Its entries of a checkpoint. Those of another run are recognized if this one has none."""
-        compression, hook = CompressionState(self.compression, world, log), HookState(self.hook, world, log)
-        return [StateEntry(COMPRESSION, compression), StateEntry(COMM_STATE, hook)]
+    def restart() -> None:
+        compression.load({}, {})
+
+    return Hooks(name="compress", state=state, restart=restart)
 
 
-def choose_reduction(
-    config: Config, world: World, traffic: Traffic | None, given: CommHook | None, log: Log
-) -> Reduction:
+def choose_reduction(config: Config, world: World, given: CommHook | None, log: Log) -> Reduction:
     """`given`: the user's hook, which excludes `sync`. Collective: must be called on every rank."""
-    section = config.sync
+    section, traffic = config.sync, None if config.sync is None or world.size == 1 else Traffic()
     if section is None or section.compress is None or section.every is not None:
-        return Reduction(given)
+        return Reduction(given, traffic=traffic)
     if world.size == 1:
         log.info(f"sync.compress: {section.compress} is not used, there is one rank")
-        return Reduction(given)
+        return Reduction(given, traffic=traffic)
     compression = build_compression(section, Exchange(process_group.new_group("gradients"), traffic))
     name = f"sync.compress: {section.compress}"
-    return Reduction(CommHook(lambda state, bucket: state.reduce(bucket), compression, name), compression)
+    return Reduction(CommHook(lambda state, bucket: state.reduce(bucket), compression, name), compression, traffic)
 
 
 class CompressionState(ShardedStateful):

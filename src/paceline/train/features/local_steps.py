@@ -98,8 +98,8 @@ def build(context: FeatureContext) -> Hooks | None:
     named = context.parts.model.named_parameters()
     parameters = {name: parameter for name, parameter in named if name not in context.parts.tied_copies}
     state = [StateEntry("outer", RoundState(steps, average.place, parameters), volatile=False)]
-    if context.scaler.is_enabled():
-        scaler = ReplicaScaler(context.scaler)
+    if context.bound.scaler.is_enabled():
+        scaler = ReplicaScaler(context.bound.scaler)
         state.append(StateEntry("replica-scaler", scaler, per_rank=True, if_absent="keep"))
     return Hooks(
         name="local_steps",

@@ -11,7 +11,7 @@ from paceline.train.hooks import Hooks
 
 
 def build(context: FeatureContext) -> Hooks | None:
-    scaler, optimizer = context.scaler, context.bound.optimizer
+    scaler, optimizer = context.bound.scaler, context.bound.optimizer
     state = [StateEntry("scaler", OptionalState(scaler))]
     if not scaler.is_enabled():
         return Hooks(name="loss_scaler", state=state)

@@ -48,7 +48,7 @@ def build(context: FeatureContext) -> Hooks | None:
     if config.nonfinite != "raise" and context.world.device.type != "cpu" and not is_fused(optimizer):
         text = f"nonfinite: {config.nonfinite} synchronizes with the GPU at every step (optimizer not fused)"
         context.log.info(text)
-    if context.scaler.is_enabled():
+    if context.bound.scaler.is_enabled():
         return None
     if config.nonfinite == "skip":
         skip = SkipBadSteps(optimizer, on_device=next(context.parts.module.parameters()).device.type != "cpu")
