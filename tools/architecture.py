@@ -23,7 +23,7 @@ PACKAGES = {
     "precision": "number formats, loss scaling",
     "parallel": "one function per axis and pass; `parallelize` applies them in order; `sync`: less communication",
     "optim": "optimizers, schedules, clipping, EMA",
-    "checkpoint": "format of checkpoints, the stores they are kept in, writing and reading",
+    "checkpoint": "format, writing and reading of checkpoints",
     "monitor": "loggers, progress bar, profiler, stragglers",
     "launcher": "starting and supervising ranks, on one node or many",
     "models": "built-in models, losses, what a model declares",
