@@ -25,9 +25,18 @@ Example:
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import ClassVar
+
+
+@cache
+def _advice() -> dict[str, dict[str, dict[str, str]]]:
+    """By family and name."""
+    return tomllib.loads(Path(__file__).with_name("errors.toml").read_text())
 
 
 class PacelineError(Exception):
@@ -36,8 +45,8 @@ class PacelineError(Exception):
     Args:
         name: the code without its family: `unknown-key`
         what: what happened
-        why: the reason
-        fix: what to do
+        why: the reason; default: that of the code in `errors.toml`
+        fix: what to do; likewise
 
     Attributes:
         code: family and name: `config.unknown-key`
@@ -51,11 +60,12 @@ class PacelineError(Exception):
 
     family: ClassVar[str] = "paceline"
 
-    def __init__(self, name: str, what: str, *, why: str = "", fix: str = "") -> None:
+    def __init__(self, name: str, what: str, *, why: str | None = None, fix: str | None = None) -> None:
+        usual = _advice().get(self.family, {}).get(name, {})
         self.code = f"{self.family}.{name}"
         self.what = what
-        self.why = why
-        self.fix = fix
+        self.why = usual.get("why", "") if why is None else why
+        self.fix = usual.get("fix", "") if fix is None else fix
         super().__init__(self.text())
 
     def text(self) -> str:

@@ -33,9 +33,7 @@ def load(name: str, folder: str | None = None) -> Any:
     """The function or class of that name. `folder` is the recipe's."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
-        raise ConfigError(
-            "no-module", f"Invalid name {name!r}: expected module:name.", fix='write e.g. "my_module:build"'
-        )
+        raise ConfigError("no-module", f"Invalid name {name!r}: expected module:name.")
     places = list(dict.fromkeys(Path(place).absolute() for place in (folder or ".", ".")))
     found: Any = _import(source, places)
     for part in attribute.split("."):
@@ -57,7 +55,6 @@ def _require_callable(name: str, found: Any) -> None:
     raise ConfigError(
         "not-callable",
         f"{name} is an object of type {type(found).__name__}, not a function or class.",
-        why="it is called with the options of the recipe, on every rank",
         fix=f"write a function that returns it: def make(): return {attribute}",
     )
 
@@ -85,10 +82,7 @@ def _import(source: str, places: list[Path]) -> ModuleType:
             modules += [path.parent.name for place in places for path in place.glob(f"*/__init__{_SOURCE}")]
             raise _not_found(source, places, "no such module in {}, nor installed", modules) from None
         raise ConfigError(
-            "import-failed",
-            f"Importing {source} raised {type(error).__name__}: {error}{_place(error)}.",
-            why="a recipe names a function in it, so every rank imports it",
-            fix='correct it; code that is not to run on import belongs below `if __name__ == "__main__":`',
+            "import-failed", f"Importing {source} raised {type(error).__name__}: {error}{_place(error)}."
         ) from error
 
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import ast
 import json
+import tomllib
+from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -8,6 +12,7 @@ from paceline import errors
 from paceline.errors import CheckpointError, LaunchError, PacelineError
 
 FAMILIES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PacelineError)]
+NAMES = {kind.__name__: kind.family for kind in FAMILIES}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind is not PacelineError])
@@ -22,3 +27,26 @@ def test_a_family_of_a_newer_version_is_still_an_error() -> None:
     values = CheckpointError("some-name", "What was seen.").to_dict() | {"family": "unheard-of"}
     again = PacelineError.from_dict(values)
     assert type(again) is LaunchError and again.what == "What was seen."
+
+
+def test_advice_is_about_codes_that_exist_and_does_not_repeat_what_is_said_where_they_are_raised() -> None:
+    """An entry that no error reads would be edited in vain."""
+    source = Path(errors.__file__).parent
+    calls = [node for path in source.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())) if is_error(node)]
+    advice = tomllib.loads((source / "errors.toml").read_text())
+    for family, names in advice.items():
+        for name, texts in names.items():
+            given = [{each.arg for each in call.keywords} for call in calls if call_code(call) == (family, name)]
+            assert given, f"{family}.{name} is not raised"
+            assert {*texts} <= {"why", "fix"}
+            assert not {*texts} & set.intersection(*given), f"{family}.{name} says it where it is raised"
+
+
+def is_error(node: ast.AST) -> TypeGuard[ast.Call]:
+    name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+    return name in NAMES and isinstance(node, ast.Call) and bool(node.args)
+
+
+def call_code(call: ast.Call) -> tuple[str, object]:
+    name = ast.unparse(call.func).rpartition(".")[2]
+    return NAMES[name], getattr(call.args[0], "value", None)

@@ -98,12 +98,7 @@ def _sources(checkpoint: Checkpoint, ema: bool) -> dict[str, str]:
         return sources
     averages = _averages(manifest, sources)
     if not averages:
-        raise CheckpointError(
-            "no-ema",
-            f"Checkpoint {checkpoint.at} contains no averaged weights.",
-            why="it was trained without an ema: section in the recipe",
-            fix="export without --ema",
-        )
+        raise CheckpointError("no-ema", f"Checkpoint {checkpoint.at} contains no averaged weights.")
     return {name: averages.get(source, source) for name, source in sources.items()}
 
 
@@ -180,9 +175,7 @@ def _atomically(output: Path, write: Callable[[Path], None]) -> None:
         regular_files.sync(output.parent)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
-            "not-exported",
-            f"Could not write {output}: {getattr(error, 'strerror', None) or error}.",
-            fix="check the free space and the permissions of its folder",
+            "not-exported", f"Could not write {output}: {getattr(error, 'strerror', None) or error}."
         ) from None
     finally:
         if partial.is_dir():
@@ -245,11 +238,7 @@ def _require_shape(own: Mapping[str, Tensor], heads: int) -> None:
 
 
 def _not_gpt2(reason: str) -> ModelError:
-    return ModelError(
-        "not-gpt2",
-        f"The model can't be exported as GPT-2: {reason}.",
-        fix="export it with --to safetensors or --to torch, which keep its parameter names",
-    )
+    return ModelError("not-gpt2", f"The model can't be exported as GPT-2: {reason}.")
 
 
 def _renamed(name: str, tensor: Tensor, heads: int) -> tuple[str, Tensor]:

@@ -175,11 +175,7 @@ def _bare_names(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _unreadable(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        "unreadable",
-        f"Can't read {path}: {reason}.",
-        fix="copy it again, or pass a file written by torch.save or safetensors, or a checkpoint folder",
-    )
+    return CheckpointError("unreadable", f"Can't read {path}: {reason}.")
 
 
 def _foreign(path: Path, seen: str) -> CheckpointError:
@@ -187,12 +183,7 @@ def _foreign(path: Path, seen: str) -> CheckpointError:
 
 
 def _needs_code(path: Path, code: str) -> CheckpointError:
-    return CheckpointError(
-        "needs-code",
-        f"Loading {path} would execute code: {code}.",
-        why="it contains pickled objects other than tensors and plain values, which can run arbitrary code",
-        fix="if you trust it, load it with torch.load, torch.save only the model's state_dict(), and load that file",
-    )
+    return CheckpointError("needs-code", f"Loading {path} would execute code: {code}.")
 
 
 def _no_weights(path: Path, reason: str) -> CheckpointError:

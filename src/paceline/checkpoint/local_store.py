@@ -157,7 +157,6 @@ class LocalStore:
                 "no-space",
                 f"Not enough disk space for checkpoint {target}: {needed / 1e6:.3g} MB required, {free / 1e6:.3g} MB "
                 "free.",
-                fix="free some space, save to another disk, or lower keep",
             )
         partial = _temporary(target, "partial")
         self._disk.make_folder(partial)
@@ -279,5 +278,4 @@ def no_pointer(where: str) -> CheckpointError:
         "no-pointer",
         f"{where} names no checkpoint.",
         why="save_best was not set, or no evaluation has completed yet" if is_best else "nothing was saved yet",
-        fix="pass the folder of a checkpoint, or the run folder to use its newest one",
     )

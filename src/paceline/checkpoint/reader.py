@@ -109,11 +109,7 @@ def open_checkpoint(at: Address) -> Checkpoint:
                 if (size := file.seek(0, SEEK_END)) != expected.bytes:
                     raise InvalidManifest(f"{name} has {size} bytes, expected {expected.bytes}")
     except UnsupportedFormat as error:
-        raise CheckpointError(
-            "other-format",
-            f"Checkpoint {at} has an unsupported format: {error}.",
-            fix="load it with the version of paceline that wrote it",
-        ) from None
+        raise CheckpointError("other-format", f"Checkpoint {at} has an unsupported format: {error}.") from None
     except (OSError, InvalidManifest) as error:
         raise corrupted(at, _reason(error)) from None
     return Checkpoint(at, manifest)

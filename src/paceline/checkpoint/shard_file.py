@@ -50,9 +50,7 @@ class Written:
 def require_dtype(name: str, dtype: torch.dtype) -> None:
     if dtype not in CODES:
         raise CheckpointError(
-            "dtype",
-            f"Unsupported dtype: {name} is {dtype}, which the safetensors format can't store.",
-            fix="use another dtype",
+            "dtype", f"Unsupported dtype: {name} is {dtype}, which the safetensors format can't store."
         )
 
 

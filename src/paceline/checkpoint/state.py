@@ -269,7 +269,5 @@ def _is_in(checkpoint: Checkpoint, entry: StateEntry) -> bool:
     if key is None and isinstance(entry.part, ShardedStateful):
         return True
     raise CheckpointError(
-        "other-format",
-        f"Checkpoint {checkpoint.at} has an unsupported format: no state of {entry.key}.",
-        fix="load it with the version of paceline that wrote it",
+        "other-format", f"Checkpoint {checkpoint.at} has an unsupported format: no state of {entry.key}."
     )

@@ -189,8 +189,5 @@ def _gather_or_raise(group: Group, own: Report) -> list[Report]:
 
 def _not_fetched(rank: int, reason: str) -> CheckpointError:
     return CheckpointError(
-        "not-fetched",
-        f"Could not send the checkpoint to ranks without access to its folder: rank {rank}: {reason}.",
-        why="these ranks load from a temporary copy on their node",
-        fix="check the free space in TMPDIR on that node, or put the run folder on shared storage",
+        "not-fetched", f"Could not send the checkpoint to ranks without access to its folder: rank {rank}: {reason}."
     )

@@ -276,8 +276,6 @@ class _SaveJob:
                 raise CheckpointError(
                     "not-tidied",
                     f"Checkpoint {self.at} was saved, but updating its folder failed: {error.strerror or error}.",
-                    why="the latest pointer could not be updated, or an older checkpoint could not be removed",
-                    fix="check the free space and the permissions of the folder; the next save tries again",
                 ) from error
         return {}
 
@@ -285,22 +283,14 @@ class _SaveJob:
         limit = manifests.max_bytes(sum(file.bytes for file in manifest.files.values()))
         if length > limit:
             raise CheckpointError(
-                "too-much-metadata",
-                f"The manifest of {self.at} is too large: {length} bytes, the limit is {limit}.",
-                why="metadata and callback state are stored in it as JSON",
-                fix="store long lists of numbers as tensors",
+                "too-much-metadata", f"The manifest of {self.at} is too large: {length} bytes, the limit is {limit}."
             )
 
     def _not_written(self, reason: str) -> CheckpointError:
         return self._not_saved(reason, "" if self.group is None else f" on rank {self.rank}")
 
     def _not_saved(self, reason: str, where: str = "") -> CheckpointError:
-        return CheckpointError(
-            "not-saved",
-            f"Could not write checkpoint {self.at}{where}: {reason}.",
-            why="earlier checkpoints were not modified",
-            fix="check the free space and the permissions of its folder",
-        )
+        return CheckpointError("not-saved", f"Could not write checkpoint {self.at}{where}: {reason}.")
 
 
 def _file_name(rank: int) -> str:

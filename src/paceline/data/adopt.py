@@ -174,12 +174,7 @@ def require_true_claims(claims: Sequence[dict[str, int] | None], data_ranks: int
 
 
 def _wrong_sampler(what: str) -> DataError:
-    return DataError(
-        "wrong-sampler",
-        f"The DistributedSampler does not match this world: {what}.",
-        why="ranks would train on the same samples, or wait for batches that never arrive",
-        fix="pass the dataset, or a DataLoader without DistributedSampler: the Trainer shards the data",
-    )
+    return DataError("wrong-sampler", f"The DistributedSampler does not match this world: {what}.")
 
 
 def adopt(data: Any, spec: LoaderSpec, say: Callable[[str], None]) -> Loader:

@@ -56,11 +56,7 @@ def samples_in(batch: Any, like: Kind | None = None) -> int:
     for tensor in tensors_in(batch):
         if tensor.dim():
             return tensor.shape[0]
-    raise DataError(
-        "no-length",
-        f"A batch of type {type(batch).__name__} contains no tensor with a batch dim.",
-        fix="use tensors, or tuples, lists and dicts of tensors",
-    )
+    raise DataError("no-length", f"A batch of type {type(batch).__name__} contains no tensor with a batch dim.")
 
 
 def _is_flat(batch: Any) -> bool:
@@ -211,13 +207,7 @@ def rows_of(batch: Any, start: int, stop: int, like: Kind | None = None, samples
     known = layout_of(batch, like)
     if known is None or samples not in (None, known[0]):
         raise DataError(
-            "batch-dim",
-            f"This batch has to be sliced, but its number of samples is unclear: {shapes_of(batch)}.",
-            why="samples are slices along the first dim of every tensor, or the items of every list; slices of time "
-            "steps, channels or class weights would be other data on each number of ranks",
-            fix="use the first dim of all tensors as batch dim; or pass a Dataset and a collate_fn, which runs on each "
-            "rank; or pass each rank's own batches to trainer.forward in a custom loop. What every rank needs as a "
-            "whole belongs to the model or the criterion",
+            "batch-dim", f"This batch has to be sliced, but its number of samples is unclear: {shapes_of(batch)}."
         )
     length, kind = known
     if (start, stop) == (0, length):

@@ -100,12 +100,7 @@ def get_data(name: str, **options: Any) -> Pair:
     if is_data and not isinstance(made, (tuple, Mapping, str)):
         return made, None
     got = f"a {type(made).__name__}" + (f" of {len(made)}" if isinstance(made, (tuple, Mapping)) else "")
-    raise DataError(
-        "not-a-pair",
-        f"The dataset {name!r} returned {got} ({DATASETS.place(name)}).",
-        why="a recipe trains on one dataset, and evaluates on a second one",
-        fix="return (training set, evaluation set), (training set, None), or a dataset",
-    )
+    raise DataError("not-a-pair", f"The dataset {name!r} returned {got} ({DATASETS.place(name)}).")
 
 
 class Shapes(Dataset[dict[str, Tensor]]):
@@ -220,12 +215,7 @@ def read_stdlib(size: int) -> Bytes:
         if found >= size:
             break
     if not found:
-        raise DataError(
-            "no-text",
-            f"The source code of the standard library was not found at {folder}.",
-            why="this Python was installed without its .py files",
-            fix="use another dataset: data.name=shapes model.name=resnet20",
-        )
+        raise DataError("no-text", f"The source code of the standard library was not found at {folder}.")
     return np.frombuffer(b"".join(parts)[:size], dtype=np.uint8)
 
 
@@ -282,10 +272,7 @@ def read_records(folder: Path, names: tuple[str, ...]) -> NDArray[np.uint8]:
             ) from None
         if len(data) == 0 or len(data) % RECORD:
             raise DataError(
-                "damaged-file",
-                f"Invalid length of {path}: {len(data)} bytes is not a multiple of {RECORD}.",
-                why="each record consists of one label byte and 3072 pixel bytes",
-                fix="download the archive again",
+                "damaged-file", f"Invalid length of {path}: {len(data)} bytes is not a multiple of {RECORD}."
             )
         parts.append(data.reshape(-1, RECORD))
     return np.concatenate(parts)

@@ -147,8 +147,6 @@ class ReadyBatches:
             raise DataError(
                 "not-batches",
                 f"The {type(source).__name__} yields samples, not batches: the target of its first item is one number.",
-                why="an iterable is read as batches, whose first dim is the samples",
-                fix="pass the Dataset itself, or a DataLoader, to train()",
             )
         self.batch, known = samples_in(first), layout_of(first)
         self.kind = None if known is None else known[1]

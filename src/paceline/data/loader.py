@@ -224,8 +224,6 @@ class IndexedLoader(Loader):
                 "length-changed",
                 f"{type(self._dataset).__name__} has {samples} samples in epoch {epoch}, but had {self._order.n} when "
                 "training began.",
-                why="the order of samples and the position of a resumed run are computed from their number",
-                fix="pass a DataLoader with a sampler whose set_epoch and __len__ tell which samples an epoch has",
             )
 
     def _slice(self, indices: Sequence[Any], epoch: int, step: int) -> Iterator[tuple[MicroBatch, Part]]:

@@ -94,12 +94,7 @@ def _choose(readings: list[list[Any]]) -> int:
         if not own and all(structure == ranks[0][0] for structure, _, _ in ranks):
             return number
         problems += own or ["ranks have outputs of different structure"]
-    raise TrainError(
-        "bad-outputs",
-        f"The outputs can't be assigned to samples: {problems[0]}.",
-        why="predictions are in the order of the data, so every output needs a row or an item for each sample",
-        fix="return tensors with samples along the first dim, or lists of one item per sample, in tuples and dicts",
-    )
+    raise TrainError("bad-outputs", f"The outputs can't be assigned to samples: {problems[0]}.")
 
 
 class _BadOutputError(Exception):

@@ -73,9 +73,6 @@ def _different_orders(step: int, gathered: list[str]) -> DataError:
     return DataError(
         "different-order",
         f"The sampler yields different indices on each rank, at the latest in step {step + 1}:\n" + by_rank(gathered),
-        why="each rank keeps its slice of one order; with different orders samples are lost, and others are read twice",
-        fix="seed the generator of the sampler identically on every rank, e.g. numpy.random.default_rng(0), or use the "
-        "global generators, which are seeded by (seed, epoch)",
     )
 
 
@@ -152,25 +149,13 @@ def _doubt(problem: str, dataset: Any, chosen: list[Any]) -> DataError:
         return DataError(
             "unrepeatable",
             f"Reading sample {chosen[0]} of {kind} twice, with the same random numbers, returned different samples.",
-            why="every rank and worker has its own copy of the dataset: samples depend on their number, may be equal "
-            "on all ranks, and differ in a resumed run",
-            fix="compute a sample from its index; draw from the global generators, which are seeded by (seed, epoch, "
-            "index), or from numpy.random.default_rng((seed, index)); if samples follow one another, use an "
-            "IterableDataset",
         )
     if problem == "coupled-samples":
         return DataError(
             "coupled-samples",
             f"{kind}.__getitems__ returns other samples for {chosen[1:]} than for each of them alone.",
-            why="every rank reads its slice of a micro-batch, so results depend on ranks and on accumulate",
-            fix="compute a sample from its own index; mix or normalize a batch in the loss or in the model",
         )
-    return DataError(
-        "not-compared",
-        f"Samples {chosen[1:]} of {kind} could not be compared between ranks ({problem}).",
-        why="if ranks have different datasets, some samples are lost and others are read twice",
-        fix="read these samples once before training; preflight=False disables this check",
-    )
+    return DataError("not-compared", f"Samples {chosen[1:]} of {kind} could not be compared between ranks ({problem}).")
 
 
 def _checksums(samples: Any) -> list[int]:
@@ -227,14 +212,7 @@ def try_collate(dataset: Any, collate: Collate, seed: int, first: tuple[int, Seq
 
 def _doubt_of_collate(collate: Collate, problem: str) -> DataError:
     name = getattr(collate, "__name__", None) or type(collate).__name__
-    return DataError(
-        "collated-slices",
-        f"The collate function {name}{place_of(collate)} {problem}.",
-        why="it runs on the slice of each rank and micro-batch, so the loss may depend on their number",
-        fix="set data.whole_batches: true (Trainer(…, data={'whole_batches': True})): every rank reads and collates "
-        "whole batches, and keeps its slice. Or draw in __getitem__, from the global generators, which are seeded by "
-        "sample, and mix samples in the loss or in the model",
-    )
+    return DataError("collated-slices", f"The collate function {name}{place_of(collate)} {problem}.")
 
 
 def _adds_up(whole: Any, halves: list[Any], samples: int) -> bool:

@@ -132,7 +132,6 @@ class SeededBatches(Dataset[Any]):
                 "no-sample",
                 f"{type(self._dataset).__name__}.__getitem__({indices[0]!r}){place_of_reading(self._dataset)} "
                 "returned None.",
-                fix="end it with a return statement",
             )
         return samples
 

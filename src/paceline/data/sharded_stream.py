@@ -180,10 +180,7 @@ class ShardedStream(Loader):
         without = sorted({data_rank for data_rank, has_any, _ in gathered if not has_any})
         if without and any(has_any for _, has_any, _ in gathered):
             raise DataError(
-                "empty-shard",
-                f"The shards of data ranks {', '.join(map(str, without))} of {ranks} have no samples.",
-                why="every rank has to run the model in every step, at least with one sample of weight zero",
-                fix="write the data in at least as many files as there are data ranks, or do not split the stream",
+                "empty-shard", f"The shards of data ranks {', '.join(map(str, without))} of {ranks} have no samples."
             )
         _require_different([(data_rank, shard) for data_rank, _, shard in gathered])
 
@@ -222,9 +219,7 @@ def _require_different(shards: list[tuple[int, list[int]]]) -> None:
 def require_order(loader: object) -> None:
     if isinstance(loader, (ShardedStream, UserBatches)):
         raise DataError(
-            "no-order",
-            "predict() returns outputs in the order of the data, but each rank reads its own shard of it.",
-            fix="pass a dataset, or a stream that is not split across ranks",
+            "no-order", "predict() returns outputs in the order of the data, but each rank reads its own shard of it."
         )
 
 
@@ -254,13 +249,7 @@ def is_sharded(data: Any, setting: bool | None, part: DataShard) -> bool | None:
 
 
 def wrong_shard(what: str) -> DataError:
-    return DataError(
-        "wrong-shard",
-        f"The shard of this stream does not match the layout: {what}.",
-        why="samples would be lost or read several times; ranks along a tensor or pipeline axis read the same samples",
-        fix="split it by data rank, or pass the stream without splitting it: every rank then reads all of it and keeps "
-        "its slice",
-    )
+    return DataError("wrong-shard", f"The shard of this stream does not match the layout: {what}.")
 
 
 def _inside(data: Any) -> Iterator[Any]:

@@ -119,9 +119,7 @@ def unrecorded(folder: RunFolder, rank: int, code: int | None, when: float) -> F
     if not reason:
         return None
     full = LaunchError(
-        "disk-full",
-        f"Rank {rank} exited with status {code} and could not write why to {folder.logs}: {reason}.",
-        fix="free some space on that disk, or raise the quota, and start again; earlier checkpoints are intact",
+        "disk-full", f"Rank {rank} exited with status {code} and could not write why to {folder.logs}: {reason}."
     )
     return FailureRecord(rank, when, code or 1, str(full), full.to_dict())
 

@@ -90,12 +90,7 @@ def launch(fn: Callable[..., Any], /, ranks: int | None = None, **kwargs: Any) -
 def _filled_parameters(fn: Callable[..., Any], ranks: int | None, kwargs: Mapping[str, Any]) -> list[str]:
     """The parameters to fill in on each rank. Invalid arguments are an error here, not on every rank."""
     if not callable(fn):
-        raise LaunchError(
-            "not-a-function",
-            f"launch() takes a function, got {fn!r:.60}.",
-            why="launch(main(…)) calls main here, once, and passes what it returned",
-            fix="pass the function itself, and its arguments by name: paceline.launch(main, ranks=2, NAME=VALUE)",
-        )
+        raise LaunchError("not-a-function", f"launch() takes a function, got {fn!r:.60}.")
     signature = inspect.signature(fn)
     _reject_other_counts(fn, signature, ranks, kwargs)
     bound = signature.bind_partial(**kwargs).arguments

@@ -62,9 +62,7 @@ def _replace_process(program: str, args: tuple[str, ...]) -> None:
     try:
         os.execvp(program, [program, *args])
     except OSError as error:
-        raise LaunchError(
-            "no-program", f"Cannot execute {program!r}: {error.strerror}.", fix="check its name and permissions"
-        ) from None
+        raise LaunchError("no-program", f"Cannot execute {program!r}: {error.strerror}.") from None
 
 
 @dataclass(frozen=True)
@@ -101,12 +99,7 @@ def reject_launch_on_rank(what: str) -> None:
     """Raise an error if a launcher has started this process as one of several ranks."""
     info = environment.read_rank_info() if environment.is_rank() else None
     if info is not None and info.world > 1:
-        raise LaunchError(
-            "inside-a-rank",
-            f"{what} was called on rank {info.rank} of {info.world}.",
-            why="a launcher has started the ranks already; each of them would start ranks of its own",
-            fix="run the script with python, or call the function directly and keep the launcher",
-        )
+        raise LaunchError("inside-a-rank", f"{what} was called on rank {info.rank} of {info.world}.")
 
 
 def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) -> tuple[int, str]:
@@ -119,7 +112,6 @@ def choose_ranks(asked: int | None, *, device: str | int | None, on_cpu: int) ->
             raise LaunchError(
                 "more-ranks-than-gpus",
                 f"{asked} ranks requested, but this machine has {len(gpus)} GPUs: {', '.join(gpus)}.",
-                why="ranks on the same GPU would compete for its memory and compute, which NCCL does not support",
                 fix=f"request at most {len(gpus)} ranks, or CPU ranks: device: cpu in a recipe, --cpu for a script, "
                 "CUDA_VISIBLE_DEVICES= in the environment elsewhere",
             )

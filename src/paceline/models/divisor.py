@@ -123,7 +123,6 @@ class Proportions:
             "loss-of-slices",
             what,
             why="it has one weight, so the result depends on the number of ranks and micro-batches",
-            fix="return paceline.Loss(sum, weight) with a weight that is right for all of it, or one mean",
         ).text()
         if self.warn is not None:
             self.warn(self.said)

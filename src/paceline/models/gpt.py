@@ -121,11 +121,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ModelError(
-                "bad-shape",
-                f"The width of gpt ({width}) must be divisible by heads ({heads}).",
-                fix="use a width that is a multiple of heads",
-            )
+            raise ModelError("bad-shape", f"The width of gpt ({width}) must be divisible by heads ({heads}).")
         self.context, self.heads, self.ignore_index = context, heads, ignore_index
         self.model_spec = replace(self.model_spec, heads={"heads": heads})
         self.tokens = Embedding(vocabulary, width)
@@ -150,11 +146,7 @@ class GPT(nn.Module):
     def embed(self, inputs: Tensor) -> Tensor:
         length = inputs.shape[1]
         if length > self.context:
-            raise ModelError(
-                "too-long",
-                f"Got {length} tokens, but the context of gpt is {self.context}.",
-                fix="raise model.context, or shorten the samples (data.context)",
-            )
+            raise ModelError("too-long", f"Got {length} tokens, but the context of gpt is {self.context}.")
         positions = torch.arange(length, device=inputs.device)
         hidden: Tensor = self.drop(self.tokens(inputs) + self.positions(positions))
         return hidden

@@ -121,12 +121,7 @@ def changed_kind(*, sums: bool) -> TrainError:
 
 
 def _changed_kind(this: str, others: str) -> TrainError:
-    return TrainError(
-        "loss-changed-kind",
-        f"The loss of this batch is {this}, but that of other batches was {others}.",
-        why="losses are averaged over ranks and micro-batches, with one kind of weight",
-        fix="return paceline.Loss(sum, weight) for every batch",
-    )
+    return TrainError("loss-changed-kind", f"The loss of this batch is {this}, but that of other batches was {others}.")
 
 
 Group = torch_dist.ProcessGroup | None
@@ -180,12 +175,7 @@ def mixed_error() -> TrainError:
 
 
 def hook_error(name: str) -> TrainError:
-    return TrainError(
-        "comm-hook",
-        f"trainer.backward(loss, weight=…) was called, but {name} reduces the gradients.",
-        why="hooks are called by DDP, which reduces the gradients of trainer.forward(batch) only",
-        fix="compute the loss from trainer.forward(batch), with loss_fn=… or criterion=…; or leave out the hook",
-    )
+    return TrainError("comm-hook", f"trainer.backward(loss, weight=…) was called, but {name} reduces the gradients.")
 
 
 @torch.no_grad()

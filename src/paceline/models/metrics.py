@@ -72,23 +72,14 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _refused(name: str, got: str) -> TrainError:
-    return TrainError(
-        "metric-result",
-        f"Metric {name!r} returned {got}.",
-        why="a metric returns a tensor with one value per sample, a paceline.Loss(sum, weight), a number, or a dict of "
-        "these",
-        fix="for a sum and its count, return paceline.Loss(sum, weight)",
-    )
+    return TrainError("metric-result", f"Metric {name!r} returned {got}.")
 
 
 def require_one_kind(name: str, kinds: list[ResultKind]) -> ResultKind:
     """The kind of a metric, from those of its batches on all ranks."""
     if len(kinds) > 1:
         raise TrainError(
-            "metric-kinds",
-            f"Metric {name!r} returned {kinds[0]} for one batch and {kinds[1]} for another.",
-            why="they are combined over batches and ranks in different ways",
-            fix="return the same kind of result for every batch, whatever it contains",
+            "metric-kinds", f"Metric {name!r} returned {kinds[0]} for one batch and {kinds[1]} for another."
         )
     return kinds[0] if kinds else PER_BATCH
 

@@ -68,22 +68,13 @@ def _plain(model: Any, batch: Any) -> Any:
 
 def _require_pair(batch: Any) -> None:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        raise TrainError(
-            "no-pair",
-            f"A criterion requires (input, target) batches, got {_describe(batch)}.",
-            fix="pass loss_fn=lambda model, batch: … instead",
-        )
+        raise TrainError("no-pair", f"A criterion requires (input, target) batches, got {_describe(batch)}.")
 
 
 def _require_mean(criterion: Any) -> None:
     reduction = getattr(criterion, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):  # that of KLDivLoss: a mean over samples
-        raise TrainError(
-            "criterion-not-a-mean",
-            f"Unsupported reduction={reduction!r} of {type(criterion).__name__}.",
-            why="the value of a criterion must be the mean over its batch, so that it can be averaged over ranks",
-            fix="use reduction='mean', or a loss_fn that returns paceline.Loss(sum, weight)",
-        )
+        raise TrainError("criterion-not-a-mean", f"Unsupported reduction={reduction!r} of {type(criterion).__name__}.")
 
 
 def _criterion_call(criterion: Callable[..., Any]) -> ModelCall:
@@ -136,7 +127,6 @@ def _choose_for_dict(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, M
             raise TrainError(
                 "no-labels-left",
                 f"Labels of shape {tuple(labels.shape)} leave no token to predict: the model shifts them by one.",
-                fix="use sequences of at least two tokens",
             )
         if shift is None or model._compiled_call_impl is None:  # only a compiled graph does not show its divisor
             return rule, lambda model, batch: model(**batch)

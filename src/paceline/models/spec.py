@@ -149,7 +149,6 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[Named]:
                 "no-such-block",
                 f"blocks: no module of {type(model).__name__} matches {pattern!r}; "
                 f"{did_you_mean(pattern, [name for name in modules if name])}",
-                fix="use names from model.named_modules(); * matches any part: blocks.*",
             )
         found |= {name: modules[name] for name in names}
     return _outermost([(name, module) for name, module in modules.items() if name in found])
@@ -196,18 +195,13 @@ def plan_of(model: nn.Module, override: Mapping[str, str] | None) -> Mapping[str
     plan = override if override is not None else spec_of(model).tensor_plan
     if not plan:
         raise LayoutError(
-            "no-tensor-plan",
-            f"The layout has a tensor axis, but {type(model).__name__} declares no tensor plan.",
-            why="whether a layer is sharded over its outputs or its inputs depends on what the model computes",
-            fix='set tensor.plan: {"layers.0": column, "layers.2": row} in the recipe, or on the model, '
-            'model_spec = paceline.ModelSpec(tensor_plan=…); or use strategy="fsdp"',
+            "no-tensor-plan", f"The layout has a tensor axis, but {type(model).__name__} declares no tensor plan."
         )
     unknown = sorted(set(plan.values()) - set(STYLES))
     if unknown:
         raise LayoutError(
             "tensor-plan-word",
             f"The tensor plan of {type(model).__name__} uses unsupported styles: {', '.join(unknown)}.",
-            fix='set tensor.plan (column, row, sequence, vocabulary), or use strategy="fsdp"',
         )
     return plan
 
@@ -223,7 +217,6 @@ def styles_of_modules(model: nn.Module, plan: Mapping[str, str], *, full: bool =
                 "no-such-module",
                 f"tensor plan: no module of {type(model).__name__} matches {pattern!r}; "
                 f"{did_you_mean(pattern, modules)}",
-                fix="use names from model.named_modules(); * matches one part of a name: blocks.*.up",
             )
         for name in names:
             _require_applicable(name, modules[name], style)
@@ -250,5 +243,4 @@ def _require_applicable(name: str, module: nn.Module, style: str) -> None:
         "tensor-plan-kind",
         f"Tensor plan style {style!r} does not apply to {name}, a {type(module).__name__}.",
         why=f"{style} is for {expected}" + (" without max_norm" if style == "vocabulary" else ""),
-        fix="list the layers inside it, or use another style: `paceline explain layout.tensor-plan-kind`",
     )

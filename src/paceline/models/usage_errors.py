@@ -40,7 +40,6 @@ def check_criterion(name: str, function: Any) -> None:
         raise ModelError(
             "not-a-criterion",
             f"{name}{place_of(function)} must accept {takes}; its required parameters are ({', '.join(parameters)}).",
-            fix="loss_fn receives (model, batch) and returns the loss; criterion receives (output, target)",
         )
 
 
@@ -65,7 +64,7 @@ def explain_criterion(error: Exception, criterion: Any, model: Any, outputs: Any
     """Add what the criterion received to its error; raise another one if the model returned nothing."""
     forward = f"forward() of {type(model).__name__}{place_of(getattr(model, 'forward', None))}"
     if outputs is None:
-        raise ModelError("no-output", f"{forward} returned None.", fix="end it with a return statement") from error
+        raise ModelError("no-output", f"{forward} returned None.") from error
     name = type(criterion).__name__ if isinstance(criterion, nn.Module) else "the criterion"
     received = f"output: {_kind(outputs)} from {forward}; target: {_kind(targets)}"
     error.add_note(f"paceline: {name} received {received}")
@@ -97,9 +96,7 @@ def _hint(message: str, outputs: Any, targets: Any) -> str:
 def require_trainable(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TrainError(
-            "nothing-to-train",
-            f"The model {type(model).__name__} has no parameters that require gradients.",
-            fix="unfreeze layers with requires_grad_(True); check that layers are attributes of the module",
+            "nothing-to-train", f"The model {type(model).__name__} has no parameters that require gradients."
         )
 
 
@@ -117,7 +114,6 @@ def explain_no_gradient(model: nn.Module) -> Iterator[None]:
             "The loss does not depend on any trainable parameter.",
             why=f"forward() of {type(model).__name__}{place_of(model.forward)} or the loss uses detach(), item(), "
             "torch.no_grad() or an operation that has no gradient, such as argmax",
-            fix="remove it from the path between the parameters and the loss",
         ) from error
 
 

@@ -97,7 +97,6 @@ def get_model(name: str) -> Callable[..., nn.Module]:
             raise ModelError(
                 "not-a-module",
                 f"The model {name!r} is a {type(model).__name__}, not a torch.nn.Module ({MODELS.place(name)}).",
-                fix="return the module, or register its class",
             )
         return model
 
@@ -111,7 +110,6 @@ def _from_config(name: str, config: Config | None) -> dict[str, Any]:
         raise ModelError(
             "other-model",
             f"Model {name!r} was requested, but the recipe configures {config.model.name!r}.",
-            why="the options of the recipe belong to another model",
             fix=f"use get_model({config.model.name!r}), or set model.name={name}",
         )
     options, known = config.model.options(), MODELS.options(name)

@@ -110,7 +110,6 @@ def open_logger(name: str, run: RunFolder, settings: Mapping[str, Any]) -> Logge
         raise TrainError(
             "logger-failed",
             f"The logger {name!r} could not be opened: {error}",
-            why="it is listed in `loggers`",
             fix=f"check the output of {name} above, or remove {name!r} from `loggers`",
         ) from error
 
@@ -379,9 +378,7 @@ def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:
 def convert(run: RunFolder, to: Literal["tensorboard", "csv"], output: Path | None) -> Path:
     """Write the metrics of a run to a folder, by default that of the run. Returns what was written."""
     if not run.metrics.is_file():
-        raise CheckpointError(
-            "no-metrics", f"The run {run} has no {run.metrics.name}.", fix="check the name of the run"
-        )
+        raise CheckpointError("no-metrics", f"The run {run} has no {run.metrics.name}.")
     target = run if output is None else RunFolder(output)
     written = target.csv if to == "csv" else target.tensorboard
     if written.exists():

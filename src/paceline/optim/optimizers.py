@@ -122,7 +122,6 @@ def build_optimizer(model: nn.Module, settings: Settings, lr: float) -> torch.op
         raise TrainError(
             "not-an-optimizer",
             f"The optimizer {settings.name!r} is a {type(optimizer).__name__} ({OPTIMIZERS.place(settings.name)}).",
-            fix="return a torch.optim.Optimizer from the registered function",
         )
     return optimizer
 
@@ -193,11 +192,7 @@ def muon(params: OptimizerParams, settings: Settings, lr: float) -> torch.optim.
     rest = [(name, parameter) for name, parameter in params.named if id(parameter) not in hidden_ids]
     if not hidden:
         raise TrainError(
-            "no-such-optimizer",
-            f"muon found no hidden matrices in the model {type(params.model).__name__}.",
-            why="muon optimizes the weights of hidden linear layers; embeddings, the output layer, convolutions, norms "
-            "and biases use AdamW",
-            fix="set optimizer.name: adamw (or sgd, as is usual for convolutions)",
+            "no-such-optimizer", f"muon found no hidden matrices in the model {type(params.model).__name__}."
         )
     return MuonAdamW(
         {"params": hidden, "weight_decay": settings.weight_decay},

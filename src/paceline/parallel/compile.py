@@ -92,12 +92,7 @@ def _compile_call(module: nn.Module) -> None:
 def require_compiler(device: torch.device) -> None:
     """On a CPU, torch.compile generates C++ and needs a compiler."""
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        raise LayoutError(
-            "no-compiler",
-            "compile is set, but no C++ compiler was found on this machine.",
-            why="on a CPU, torch.compile generates C++",
-            fix="install g++, or remove compile from the recipe",
-        )
+        raise LayoutError("no-compiler", "compile is set, but no C++ compiler was found on this machine.")
 
 
 def _leave_inherited_threads() -> None:

@@ -68,9 +68,6 @@ class CommHook:
             raise TrainError(
                 "comm-hook-result",
                 f"The communication hook {self.name} returned {type(result).__name__}, expected torch.futures.Future.",
-                why="DDP waits for the reduced gradients at the end of the backward",
-                fix="return the future of the collective: dist.all_reduce(…, async_op=True).get_future().then(…); for "
-                "a tensor that is ready, future = torch.futures.Future(), future.set_result(tensor)",
             )
         return result
 
@@ -180,8 +177,6 @@ def replicate(
         raise LayoutError(
             "copies-on-mixed-devices",
             f"The model has layers on {' and '.join(types)}, but there are {collectives.world()} ranks.",
-            why="DDP reduces gradients of a single device type only",
-            fix="place all layers on GPUs, or train in one process",
         )
     require_trainable(getattr(step, "model", step))
     # device_ids must be omitted for a model on several GPUs.

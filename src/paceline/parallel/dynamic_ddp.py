@@ -266,8 +266,6 @@ class DynamicDDP:
                 "requires-grad-in-step",
                 f"requires_grad of {listed([self._names[number] for number in changed])} changed between "
                 "micro-batches of one step.",
-                why="gradients of the earlier ones are not reduced yet, and DDP would reduce only those of the new set",
-                fix="change requires_grad after an optimizer step, for example in a callback (on_step, on_epoch)",
             )
 
     def _require_same_flags(self, flags: list[bool], changed: list[int]) -> None:
@@ -279,8 +277,6 @@ class DynamicDDP:
                 f"This rank changed requires_grad of {plural(len(changed), 'parameter')} ({states}); "
                 f"{agreed} of {collectives.world()} ranks made the same change.",
                 why="DDP reduces the parameters that require gradients, which must be the same on every rank",
-                fix="change requires_grad on every rank and before the same step; not inside "
-                "`if trainer.is_main_process:`",
             )
 
 

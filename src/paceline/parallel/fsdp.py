@@ -178,8 +178,6 @@ def _require_shardable(root: nn.Module) -> None:
         raise LayoutError(
             "scalar-parameter",
             f"Parameters without a dim, or without elements, can't be sharded: {', '.join(odd[:4])}.",
-            why="FSDP shards parameters along their first dim",
-            fix='give it one dim, nn.Parameter(torch.ones(1)), or use strategy="ddp"',
         )
 
 
@@ -191,13 +189,7 @@ def _require_one_dtype(root: nn.Module, groups: Sequence[nn.Module]) -> None:
         first = {p.dtype: name.removeprefix("model.") for name, p in reversed(members) if p.requires_grad}
         if len(first) > 1:
             found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
-            raise LayoutError(
-                "mixed-dtypes",
-                f"Parameters of one FSDP group have different dtypes: {found}.",
-                why="their gradients are reduced together",
-                fix='use one dtype (precision="bf16" computes in half precision), list the modules with another one in '
-                'blocks, or use strategy="ddp"',
-            )
+            raise LayoutError("mixed-dtypes", f"Parameters of one FSDP group have different dtypes: {found}.")
 
 
 def _self_contained(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -218,10 +210,6 @@ def _guard(root: nn.Module, running: list[bool]) -> None:
             raise LayoutError(
                 "called-by-itself",
                 f"{type(module).__name__} was called directly, but its parameters are sharded across ranks.",
-                why="gathering them is a collective operation, which only the methods of the Trainer perform",
-                fix="call trainer.predict(data), trainer.evaluate(data), trainer.forward(batch) or "
-                "trainer.compute(lambda model: …) on every rank; or load trainer.state_dict() (rank 0) into an "
-                "unsharded model",
             )
 
     model.register_forward_pre_hook(require_running)
@@ -229,12 +217,7 @@ def _guard(root: nn.Module, running: list[bool]) -> None:
 
 def require_gpu(device: torch.device) -> None:
     if device.type != "cuda":
-        raise LayoutError(
-            "offload-needs-gpu",
-            f"fsdp.offload needs a GPU, but this rank runs on {device}.",
-            why="offloading moves parameters from GPU memory to CPU memory",
-            fix="remove fsdp.offload",
-        )
+        raise LayoutError("offload-needs-gpu", f"fsdp.offload needs a GPU, but this rank runs on {device}.")
 
 
 def _cast_buffers(root: nn.Module, settings: FsdpSection) -> None:
@@ -271,8 +254,6 @@ def reduce_unused(root: FSDPModule) -> None:
         raise LayoutError(
             "unused-needs-newer-torch",
             f'unused_parameters="allow" is not supported by FSDP2 in torch {torch.__version__}.',
-            why="ranks that use different parameters would reduce mismatched gradients",
-            fix='upgrade torch, freeze the unused parameters, or use strategy="ddp"',
         )
     root.set_reduce_scatter_unused_params(True)
 
@@ -314,12 +295,7 @@ def reduced_check(model: nn.Module) -> Callable[[], None]:
     def check() -> None:
         for name, group in blocks:
             if group.is_unsharded and any(each.unsharded_param.grad is not None for each in group.fsdp_params):
-                raise TrainError(
-                    "gradients-not-reduced",
-                    f"FSDP did not reduce the gradients of {name}.",
-                    why="a checkpoint has computed it again in a backward of its own, in two forwards of one loss",
-                    fix="pass use_reentrant=False to the checkpoint, or set recompute",
-                )
+                raise TrainError("gradients-not-reduced", f"FSDP did not reduce the gradients of {name}.")
 
     return check
 

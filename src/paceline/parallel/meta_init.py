@@ -38,10 +38,7 @@ def materialize(root: nn.Module, model: nn.Module, device: torch.device, seed: i
     missing = [f"{name} ({type(module).__name__})" for name, module, reset in empty if reset is None]
     if missing:
         raise LayoutError(
-            "meta-without-reset",
-            f"Modules on the meta device without reset_parameters(): {', '.join(missing[:4])}.",
-            why="a module on the meta device is initialized by its own reset_parameters()",
-            fix="add reset_parameters(), or build the model on the CPU",
+            "meta-without-reset", f"Modules on the meta device without reset_parameters(): {', '.join(missing[:4])}."
         )
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     retie(model, tied)
@@ -109,8 +106,6 @@ def _require_initialized(name: str, tensors: dict[str, Tensor]) -> None:
             raise LayoutError(
                 "meta-not-filled",
                 f"{name} was built on the meta device, and {key!r} is still uninitialized after reset_parameters().",
-                why="the initializer of a module must set every parameter and buffer",
-                fix="initialize it in reset_parameters(), or build the model on the CPU",
             )
 
 

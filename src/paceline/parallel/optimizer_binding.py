@@ -36,10 +36,7 @@ def bind(
     sharded = any(_is_sharded(parameter) for parameter in now.values())
     if sharded and (facts.needs_full or getattr(optimizer, "needs_whole_weights", False)):
         raise LayoutError(
-            "optimizer-needs-whole-weights",
-            f"{type(optimizer).__name__} does not support sharded parameters.",
-            why="it computes statistics of full matrices, but each rank holds only a shard",
-            fix='use adamw, adam, sgd or adagrad, or strategy="ddp"',
+            "optimizer-needs-whole-weights", f"{type(optimizer).__name__} does not support sharded parameters."
         )
     as_local_shards = not sharded or facts.elementwise
     held: dict[Tensor, Tensor] = {}
@@ -83,7 +80,6 @@ def _reshard(state: Mapping[str, Any], old: Tensor, new: Tensor, name: str, as_l
                 "optimizer-state-not-cut",
                 f"The optimizer has already taken steps, and its {key!r} of {name} (shape {tuple(value.shape)}) can't "
                 f"be sharded like the parameter (shape {tuple(old.shape)}).",
-                fix="pass an optimizer that has not stepped yet, or load its state with load_checkpoint",
             )
     return resharded
 
@@ -94,8 +90,6 @@ def raise_on_mixed_tensors(error: Exception, optimizer: optim.Optimizer) -> None
         raise LayoutError(
             "optimizer-mixes-tensors",
             f"{type(optimizer).__name__} mixes plain tensors with sharded parameters (DTensors).",
-            why="optimizers from outside torch receive DTensors, so that norms are computed over the full parameter",
-            fix='create its state with torch.zeros_like(parameter), not torch.zeros(shape); or use strategy="ddp"',
         ) from error
 
 

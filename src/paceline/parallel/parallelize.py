@@ -25,7 +25,6 @@ from paceline.parallel.optimizer_binding import names_of
 from paceline.parallel.recompute import apply_recompute, recompute
 from paceline.parallel.split import MultiContext, apply_microbatches, apply_split
 from paceline.parallel.sync_batchnorm import apply_sync_batchnorm
-from paceline.parallel.tensor.apply import apply_tensor
 from paceline.parallel.weight_passes import apply_broadcast, apply_channels_last, apply_placement, apply_precision
 from paceline.plan.passes import passes_for
 
@@ -34,6 +33,12 @@ def _pipeline(parts: ModelParts, context: PassContext) -> str | None:
     from paceline.parallel.pipeline.stage_partition import apply_pipeline  # few runs need it
 
     return apply_pipeline(parts, context)
+
+
+def _tensor(parts: ModelParts, context: PassContext) -> str | None:
+    from paceline.parallel.tensor.apply import apply_tensor  # few runs need it
+
+    return apply_tensor(parts, context)
 
 
 def _tied_parameters(parts: ModelParts, context: PassContext) -> None:
@@ -50,7 +55,7 @@ APPLY: Mapping[str, Apply] = {
     "channels_last": apply_channels_last,
     "pipeline": _pipeline,
     "sync_batchnorm": apply_sync_batchnorm,
-    "tensor": apply_tensor,
+    "tensor": _tensor,
     "recompute": apply_recompute,
     "compile": apply_compile,
     "fsdp": apply_fsdp,

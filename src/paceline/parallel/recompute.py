@@ -115,9 +115,6 @@ class _Again:
             raise LayoutError(
                 "selective-double-backward",
                 'recompute="selective" recomputes a block once, but a second backward went through it.',
-                why="the loss contains gradients (autograd.grad with create_graph=True), and saved outputs are freed "
-                "after the first backward",
-                fix='set recompute="full", or recompute="off"',
             )
         with ExitStack() as stack:
             active = _get_current_function_mode_stack()
@@ -147,12 +144,7 @@ def recompute(
     if names == []:
         return f"recompute: {kind}, no blocks on this rank"
     if not blocks:
-        raise LayoutError(
-            "no-blocks",
-            f"recompute is {kind}, but {type(model).__name__} has no blocks.",
-            why="recomputation is applied per block: a list of identical layers",
-            fix="list the modules, blocks: [encoder.layers.*], or remove recompute",
-        )
+        raise LayoutError("no-blocks", f"recompute is {kind}, but {type(model).__name__} has no blocks.")
     for module in model.modules():
         _restore(module)
     single = [(name, block) for name, block in blocks if isinstance(block, _SINGLE)]
@@ -170,9 +162,6 @@ def recompute(
         error = LayoutError(
             "recompute-saves-nothing",
             f"recompute is {kind}, but each block is a single layer: {name} is {type(block).__name__}.",
-            why="a layer keeps nothing but its input, which is kept anyway: it is computed twice and saves no memory",
-            fix="list modules of several layers, blocks: [encoder, decoder], or remove recompute; in an nn.Sequential, "
-            'recompute="full" recomputes groups of layers',
         )
         warn(str(error))
     cached = count > 0 and huggingface.disable_cache(model)

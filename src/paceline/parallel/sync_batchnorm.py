@@ -214,8 +214,6 @@ def _placeholder_statistics(rows: Tensor, eps: float, count: int) -> _Statistics
         raise TrainError(
             "one-value-per-channel",
             f"Batch norm received one value for each of its {rows.shape[1]} channels, over all ranks.",
-            why="the variance of a single value is zero, so the output would not depend on the input",
-            fix="use a larger batch or fewer accumulation groups, or put the layer in eval mode",
         )
     mean, var = _local(rows).chunk(2)
     return _Statistics(mean, var, eps, None)

@@ -152,7 +152,6 @@ def _in_slices(config: Config, layout: LayoutPlan, batch: Derived) -> BatchPlan:
         raise LayoutError(
             "slices-and-ranks",
             f"A batch of {size} is computed in {named}, which {data_ranks} can't share equally.",
-            why="with deterministic: everywhere, every rank computes the same number of slices",
             fix=(f"set slices: {more[0]} in all runs to compare" if more else f"set batch to a multiple of {ranks}")
             + f", or launch a number of ranks that divides {slices}",
         )
@@ -160,7 +159,6 @@ def _in_slices(config: Config, layout: LayoutPlan, batch: Derived) -> BatchPlan:
         raise ConfigError(
             "slices-and-micro-batch",
             f"micro_batch is {micro}, but a batch of {size} in {named} has up to {plural(rows, 'sample')} in each.",
-            why="with deterministic: everywhere, a slice is computed at once, so that its bits are the same everywhere",
             fix=f"set slices: {_enough_slices(slices, size, micro)} in all runs to compare, or remove micro_batch",
         )
     ignored = [key for key, value in (("micro_batch", micro), ("accumulate", config.accumulate)) if value is not None]

@@ -119,10 +119,7 @@ def _one_process(name: str, reason: str) -> Planner:
     def plan(world: int, nodes: int) -> LayoutPlan:
         if world > 1:
             raise ConfigError(
-                "single-in-a-world",
-                f"strategy: {name} runs in one process, but there are {world} ranks.",
-                why="each rank would train a separate model on the same data",
-                fix='set strategy="ddp" (or auto), or launch one rank',
+                "single-in-a-world", f"strategy: {name} runs in one process, but there are {world} ranks."
             )
         return LayoutPlan(name, Degrees(), reason)
 
@@ -139,7 +136,6 @@ def _hybrid(world: int, nodes: int) -> LayoutPlan:
         raise LayoutError(
             "uneven-nodes",
             f'strategy="hsdp" requires the same number of ranks on every node, got {world} ranks on {nodes} nodes.',
-            fix='launch the same number of ranks on every node, or use strategy="fsdp"',
         )
     replicas, reason = nodes, "sharded within a node, replicated across nodes"
     if nodes == 1 and world % 2 == 0 and world > 2:
@@ -171,22 +167,12 @@ def derive_layout(config: Config, world: int, nodes: int = 1) -> LayoutPlan:
 
 def _from_section(config: Config, section: LayoutSection, world: int) -> LayoutPlan:
     if config.strategy != "auto":
-        raise LayoutError(
-            "strategy-and-layout",
-            f"strategy ({config.strategy}) and layout are both set.",
-            why="a strategy is a predefined layout",
-            fix="set only one of them",
-        )
+        raise LayoutError("strategy-and-layout", f"strategy ({config.strategy}) and layout are both set.")
     requested = {name: getattr(section, name) for name in AXIS_NAMES}
     open_axes = [axis for axis, degree in requested.items() if degree == "auto"]
     fixed = prod(degree for degree in requested.values() if degree != "auto")
     if len(open_axes) > 1:
-        raise LayoutError(
-            "two-autos",
-            f"layout.{' and layout.'.join(open_axes)} are both auto.",
-            why="auto takes the remaining ranks, so only one axis can be auto",
-            fix="set a number for all but one of them",
-        )
+        raise LayoutError("two-autos", f"layout.{' and layout.'.join(open_axes)} are both auto.")
     if world % fixed or (not open_axes and fixed != world):
         raise LayoutError(
             "degrees-and-world",

@@ -142,7 +142,6 @@ def _too_large(what: str, size: ModelSize, config: Config, machine: MachineFacts
     return LayoutError(
         "does-not-fit",
         f"The model does not fit in memory: {what}, but a rank has {format_bytes(machine.memory)}.",
-        why="parameters, gradients and optimizer state do not depend on the batch size",
         fix=f"use more ranks (fsdp on about {enough}), fsdp: {{offload: true}} on GPUs, "
         "an optimizer with less state, or a smaller model",
     )

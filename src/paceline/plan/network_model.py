@@ -119,9 +119,7 @@ def scaled(config: Config, mode: str, ranks: int, first: int) -> Config:
     size = batch if mode == "strong" else round(batch * ranks / first)
     if size < ranks:
         raise ConfigError(
-            "batch-smaller-than-ranks",
-            f"A batch of {plural(size, 'sample')} can't be divided among {ranks} ranks.",
-            fix="use fewer ranks, a larger batch (batch=64), or weak scaling",
+            "batch-smaller-than-ranks", f"A batch of {plural(size, 'sample')} can't be divided among {ranks} ranks."
         )
     accumulate = None if config.micro_batch is not None else config.accumulate  # then it follows from the other two
     return Config.from_dict({**config.to_dict(), "batch": size, "batch_per_rank": None, "accumulate": accumulate})

@@ -71,7 +71,6 @@ def stages_per_rank(settings: PipelineSection) -> int:
         raise LayoutError(
             "stages-a-rank",
             f"pipeline.stages is {settings.stages}, but {settings.schedule} supports one stage per rank.",
-            fix="remove pipeline.stages, or set pipeline.schedule: interleaved (or zero-bubble)",
         )
     return settings.stages or (2 if settings.schedule == "interleaved" else 1)
 
@@ -118,6 +117,5 @@ def require_enough(layers: int, stages: int) -> None:
         raise LayoutError(
             "too-few-blocks",
             f"The model has {plural(layers, 'layer')} with parameters, but the pipeline has {plural(stages, 'stage')}.",
-            why="every stage needs at least one layer",
             fix=f"use a pipeline of at most {plural(layers, 'stage')} (ranks × pipeline.stages), or a deeper model",
         )

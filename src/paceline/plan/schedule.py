@@ -95,11 +95,7 @@ def _horizon(
     if max_steps is not None:
         return Derived(max_steps, "max_steps")
     if epochs is None and not endless:
-        raise ConfigError(
-            "no-end",
-            "The length of training is not set.",
-            fix="set epochs or max_steps, e.g. trainer.train(data, epochs=3) or train.epochs=3",
-        )
+        raise ConfigError("no-end", "The length of training is not set.")
     if SCHEDULES.facts(config.schedule.name).needs_horizon or 0 < config.schedule.warmup < 1:
         raise ConfigError(
             "no-horizon",
@@ -137,11 +133,7 @@ def _milestones(config: Config, steps_per_epoch: int | None) -> tuple[Derived | 
     if schedule.name != "step":
         return None, ()
     if schedule.every is None and not schedule.at:
-        raise ConfigError(
-            "no-cuts",
-            "The schedule 'step' needs a period or milestones.",
-            fix="set schedule.every, e.g. 30, or schedule.at, e.g. [30, 60]",
-        )
+        raise ConfigError("no-cuts", "The schedule 'step' needs a period or milestones.")
     if schedule.every is not None and schedule.at:
         raise ConfigError(
             "contradiction",
@@ -161,10 +153,7 @@ def learning_rate(config: Config, batch: int) -> Derived:
         )
     if optimizer.reference_batch is None:
         raise ConfigError(
-            "no-reference-batch",
-            f"optimizer.lr_rule is {optimizer.lr_rule}, but optimizer.reference_batch is not set.",
-            why="the learning rate is scaled by batch / reference_batch",
-            fix="set optimizer.reference_batch to the batch size that lr was tuned for",
+            "no-reference-batch", f"optimizer.lr_rule is {optimizer.lr_rule}, but optimizer.reference_batch is not set."
         )
     ratio = batch / optimizer.reference_batch
     factor = ratio if optimizer.lr_rule == "linear" else sqrt(ratio)

@@ -275,11 +275,7 @@ def _created(name: str) -> list[RunFolder]:
 
 def not_usable(folder: Path, reason: str) -> LaunchError:
     """The error for a run folder that can't be created or written to."""
-    return LaunchError(
-        "run-folder",
-        f"Can't write to the run folder {folder}: {reason}.",
-        fix="set run to a writable path, or run=False to write nothing",
-    )
+    return LaunchError("run-folder", f"Can't write to the run folder {folder}: {reason}.")
 
 
 def _created_now(folder: Path) -> bool:

@@ -54,7 +54,6 @@ class RunLock:
             raise CheckpointError(
                 "no-lock",
                 f"The run folder {self._folder} can't be locked: {error.strerror}.",
-                why="without a lock two jobs could write to the same run",
                 fix=f"check the permissions of the folder and of {self._folder.lock.name} in it",
             ) from None
         if descriptor is not None:
@@ -129,9 +128,4 @@ def _holder(descriptor: int) -> dict[str, object]:
 
 def _in_use(folder: RunFolder, holder: dict[str, object], who: str = "") -> CheckpointError:
     where = f"process {holder['pid']} on {holder['host']}, since {holder['since']}" if holder else "another process"
-    return CheckpointError(
-        "run-in-use",
-        f"The run folder {folder} is in use by {who or where}.",
-        why="two jobs in one run folder would mix their checkpoints and metrics",
-        fix='wait for that job or stop it, or set another run folder (run="NAME")',
-    )
+    return CheckpointError("run-in-use", f"The run folder {folder} is in use by {who or where}.")

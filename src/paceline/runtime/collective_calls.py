@@ -230,9 +230,7 @@ def _require_members(ranks: Sequence[int], group: Any) -> None:
     for each in ranks:
         if each not in members:
             raise WorldError(
-                "not-in-group",
-                f"Rank {each} is not in the process group{f' of ranks {members}' if members else ''}.",
-                fix="call it on members of the group only; src and dst are global ranks of members",
+                "not-in-group", f"Rank {each} is not in the process group{f' of ranks {members}' if members else ''}."
             )
 
 
@@ -247,12 +245,7 @@ def reduce_op(op: Op, tensor: Tensor) -> tuple[str, Any]:
     if name not in _OPS:
         raise WorldError("bad-op", f"Unknown reduce op {op!r}.", fix=f"use one of {', '.join(_OPS)}")
     if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise WorldError(
-            "mean-of-integers",
-            f'op="mean" does not support {tensor.dtype}.',
-            why="the mean of integers is not an integer and would be rounded silently",
-            fix='use op="sum" and divide, or pass a floating-point tensor',
-        )
+        raise WorldError("mean-of-integers", f'op="mean" does not support {tensor.dtype}.')
     return name, _OPS[name]
 
 

@@ -375,8 +375,4 @@ def main_first() -> Iterator[None]:
     elif broadcast_object(None):
         yield
     else:
-        raise WorldError(
-            "main-failed",
-            f"Rank 0 failed inside main_first(), so rank {rank()} skipped its body.",
-            fix="see the error of rank 0",
-        )
+        raise WorldError("main-failed", f"Rank 0 failed inside main_first(), so rank {rank()} skipped its body.")

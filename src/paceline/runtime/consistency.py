@@ -24,12 +24,7 @@ Report = dict[str, Any]  # plain values; after a failure, the error under "error
 def require_same_recipe(recipes: Sequence[Mapping[str, Any]]) -> None:
     """`recipes`: the effective recipe of each rank."""
     if table := _differences([flatten(recipe) for recipe in recipes]):
-        raise WorldError(
-            "different-recipes",
-            f"Ranks have different recipes {table}",
-            why="ranks with different settings train different models, or deadlock",
-            fix="start every rank with the same recipe, overrides and code",
-        )
+        raise WorldError("different-recipes", f"Ranks have different recipes {table}")
 
 
 def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
@@ -42,12 +37,7 @@ def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
 def require_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
     """`checksums`: the checksum of every parameter on each rank."""
     if table := _differences([{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums]):
-        raise WorldError(
-            "different-weights",
-            f"DynamicDDP hold different weights {table}",
-            why="replicas that start with different weights stay different: only their gradients are averaged",
-            fix="change weights before building the Trainer, or identically on every rank (trainer.load_checkpoint)",
-        )
+        raise WorldError("different-weights", f"DynamicDDP hold different weights {table}")
 
 
 def _differences(ranks: Sequence[Mapping[str, Any]]) -> str:
@@ -117,7 +107,7 @@ def run_on_all_ranks(work: Callable[[], T], what: str) -> T:
 def _coded(error: Exception) -> PacelineError:
     if isinstance(error, PacelineError):
         return error
-    return CheckpointError("not-loaded", f"{type(error).__name__}: {error}", fix="see the error of that rank")
+    return CheckpointError("not-loaded", f"{type(error).__name__}: {error}")
 
 
 _ATTEMPTS, _SECONDS_BETWEEN_ATTEMPTS = 3, 1.0  # a new file may be invisible for a while on a network filesystem

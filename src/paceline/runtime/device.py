@@ -33,11 +33,7 @@ def choose_device(wanted: str | int | torch.device | None, rank_info: RankInfo) 
         if device.type not in _TRAINABLE:
             raise RuntimeError
     except (RuntimeError, TypeError):
-        raise WorldError(
-            "bad-device",
-            f"Invalid device: {wanted!r}.",
-            fix="pass an index, a string such as 'cpu' or 'cuda:0', or a torch.device",
-        ) from None
+        raise WorldError("bad-device", f"Invalid device: {wanted!r}.") from None
     if device.type == "cuda":
         index = device.index if device.index is not None else rank_info.local_rank
         return _existing(torch.device("cuda", index), count)

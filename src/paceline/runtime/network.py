@@ -48,10 +48,7 @@ def require_known(host: str) -> None:
     except (OSError, UnicodeError) as error:  # UnicodeError: an empty or a long label
         if error.args[0] != socket.EAI_AGAIN and "KUBERNETES_SERVICE_HOST" not in os.environ:
             raise LaunchError(
-                "unknown-host",
-                f"The name {host} of --master does not resolve: {error.args[-1]}.",
-                why="it is misspelled, or neither in DNS nor in /etc/hosts of this machine",
-                fix="pass an address of the first node, which prints them with hostname -I",
+                "unknown-host", f"The name {host} of --master does not resolve: {error.args[-1]}."
             ) from None
 
 

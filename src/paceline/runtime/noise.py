@@ -231,10 +231,7 @@ def noise(like: Tensor) -> Tensor:
     count = samples.samples or 1  # a placeholder batch has one row, possibly after the last one of the step
     if like.shape[:1] != (count,):
         raise ModelError(
-            "noise-rows",
-            f"noise() expected {count} samples in the first dim, got shape {tuple(like.shape)}.",
-            why="noise is drawn per sample, so that it does not depend on the number of ranks",
-            fix="draw with the samples as first dim, and reshape afterwards",
+            "noise-rows", f"noise() expected {count} samples in the first dim, got shape {tuple(like.shape)}."
         )
     number, context.draws = context.draws, context.draws + 1  # another one for each draw for the same samples
     known = None if context.captured is None else context.captured.get((samples.start, number))

@@ -198,18 +198,11 @@ def _first_line(error: Exception) -> str:
 def _init_error(backend: str, rank_info: RankInfo, error: Exception) -> WorldError:
     address = environment.rendezvous_address()
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        return WorldError(
-            "port-in-use",
-            f"Rank {rank_info.rank} can't listen on {address}: the port is in use.",
-            fix="set another port (port: 29501 in a recipe, MASTER_PORT elsewhere), or omit it: on one node "
-            "paceline launch uses a free one",
-        )
+        return WorldError("port-in-use", f"Rank {rank_info.rank} can't listen on {address}: the port is in use.")
     return WorldError(
         "start-failed",
         f"Rank {rank_info.rank} of {rank_info.world} failed to initialize {backend} at {address}: "
         f"{_first_line(error)}.",
-        fix="check that every rank was started and that the address is reachable; "
-        "fallback=True continues with gloo or a single rank",
     )
 
 

@@ -52,7 +52,6 @@ class SchedulerTask:
         raise WorldError(
             "no-rendezvous",
             f"Missing rendezvous address: {self.starter} started {self.world} ranks on several machines.",
-            why="its environment variables do not name the host of rank 0",
             fix=f"mpirun -x MASTER_ADDR=HOST (Open MPI) or mpiexec -genv MASTER_ADDR HOST (MPICH, Intel MPI), where "
             f"HOST is the host of rank 0; the port is {DEFAULT_PORT} unless MASTER_PORT is set",
         )

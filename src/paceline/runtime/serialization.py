@@ -59,7 +59,6 @@ def from_json(value: Any, tensor: Callable[[str], Tensor]) -> Any:
             "damaged",
             f"A value in the checkpoint is corrupted: {type(error).__name__}: {error}.",
             why="it was modified after it had been saved",
-            fix="load an older checkpoint",
         ) from None
 
 
@@ -153,10 +152,7 @@ def _as_key(value: Any) -> Any:
 
 def _not_plain(path: KeyPath, kind: str) -> PacelineError:
     return CheckpointError(
-        "not-plain",
-        f"{'/'.join(map(str, path))[:200]} can't be saved in a checkpoint: unsupported type {kind}.",
-        why="a checkpoint holds only tensors and plain values, so that loading one never runs code",
-        fix="use numbers, strings, tensors, and lists and dicts of those",
+        "not-plain", f"{'/'.join(map(str, path))[:200]} can't be saved in a checkpoint: unsupported type {kind}."
     )
 
 
@@ -166,9 +162,4 @@ def _bad_result(path: KeyPath, kind: str) -> PacelineError:
 
 
 def _unsupported(what: str) -> PacelineError:
-    return LaunchError(
-        "bad-result",
-        f"Unsupported result: {what}.",
-        why="results are returned as JSON and tensors, so that reading one never runs code",
-        fix="return numbers, strings, lists, dicts with string keys, tensors or a History",
-    )
+    return LaunchError("bad-result", f"Unsupported result: {what}.")

@@ -51,9 +51,6 @@ def raise_if_waiting(error: RuntimeError, model: nn.Module, again: Callable[[], 
     raise TrainError(
         "graph-capture",
         f"The step can't be captured as a CUDA graph: {where}{f', {frame}' if frame else ''} ({message}).",
-        why="a graph replays kernels without Python: nothing in a step may read a value of the GPU (.item(), .cpu(), "
-        "if tensor, nonzero, boolean indexing) or copy one from the CPU (torch.tensor(…, device=…))",
-        fix="keep the value on the GPU (torch.where, a mask), make constants buffers in __init__, or remove graph",
     ) from error
 
 
@@ -90,12 +87,7 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise TrainError(
-                "graph-and-device",
-                f"graph: true was requested on {device}.",
-                why="only CUDA captures kernels in a graph",
-                fix="remove graph, or train on a GPU",
-            )
+            raise TrainError("graph-and-device", f"graph: true was requested on {device}.")
         self._stream = _stream_of_captures(device)
         self._pool: Any = None
 

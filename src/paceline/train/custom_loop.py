@@ -205,8 +205,6 @@ class CustomLoop:
             raise TrainError(
                 "backward-without-forward",
                 "trainer.backward(loss) was called without a weight, and without trainer.forward(batch) before it.",
-                why="the number of samples or tokens that the loss is a mean of, its weight in the step, is unknown",
-                fix="call loss = trainer.forward(batch) before, or trainer.backward(loss, weight=len(targets))",
             )
         loss_module.require_graph(value)
         self._begin_micro(first=self._added is None, may_change=True)
@@ -249,11 +247,7 @@ class CustomLoop:
         """Update the parameters with the gradients of all backwards since the last step."""
         if self._added is None:
             raise TrainError(
-                "step-without-backward",
-                "trainer.step() was called without trainer.backward(loss) since the last step.",
-                why="the Trainer does not see loss.backward(): it reduces and weights gradients in trainer.backward()",
-                fix="call loss = trainer.forward(batch) and trainer.backward(loss) before trainer.step(); or, for "
-                "your own loss, trainer.backward(loss, weight=len(targets)) instead of loss.backward()",
+                "step-without-backward", "trainer.step() was called without trainer.backward(loss) since the last step."
             )
         if not self._synced and self.engine.world.size > 1:
             raise TrainError(
@@ -344,12 +338,7 @@ class CustomLoop:
     def _require_training_weights(self) -> None:
         average = self.engine.features.average
         if average is not None and average.is_swapped:
-            raise TrainError(
-                "step-on-average",
-                "A training step was called inside trainer.ema_weights().",
-                why="it would update the averaged weights, which are discarded when the context ends",
-                fix="train outside this context",
-            )
+            raise TrainError("step-on-average", "A training step was called inside trainer.ema_weights().")
 
     def _check(self, micro: MicroBatch) -> None:
         self._start()

@@ -112,19 +112,9 @@ def _close(recorder: Recorder, sinks: Sinks, run: RunHandle, telemetry: Telemetr
 
 def _require_supported(config: Config) -> None:
     if config.fixed_order:
-        raise TrainError(
-            "everywhere-and-loop",
-            "Custom loops are not supported with deterministic: everywhere.",
-            why="the Trainer must compute each slice of a batch by itself, and add their gradients in a fixed order",
-            fix="use trainer.train(data) with callbacks, or set deterministic: true",
-        )
+        raise TrainError("everywhere-and-loop", "Custom loops are not supported with deterministic: everywhere.")
     if config.graph:
-        raise TrainError(
-            "graph-and-loop",
-            "Custom loops are not supported with graph: true.",
-            why="a graph is the whole step, which a custom loop takes apart",
-            fix="use trainer.train(data) with callbacks, or remove graph",
-        )
+        raise TrainError("graph-and-loop", "Custom loops are not supported with graph: true.")
 
 
 def _without_effect(config: Config, rates: LearningRate) -> list[str]:

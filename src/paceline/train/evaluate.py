@@ -205,12 +205,7 @@ def _with_outputs(loss: ModelCall) -> ModelCall:
 def _targets(batch: Any, name: str) -> Any:
     targets = targets_in(batch)
     if targets is None:
-        raise TrainError(
-            "no-targets",
-            f"Metric {name!r} needs targets, but the batch has none.",
-            fix="use (input, target) batches or dicts with `targets` or `labels`; or return metrics with the loss: "
-            '{"loss": …, "metrics": {"accuracy": …}}',
-        )
+        raise TrainError("no-targets", f"Metric {name!r} needs targets, but the batch has none.")
     return targets
 
 
@@ -350,11 +345,7 @@ class EvaluationPolicy:
         missing = [name for name in wanted if name not in record]
         if missing:
             known = [name for name in record if name not in ("step", "epoch")]
-            raise TrainError(
-                "no-such-metric",
-                f"Unknown metric {missing[0]!r}; the evaluation has {', '.join(known)}.",
-                fix='name one of these, or add it: Trainer(metrics={…}), or return "metrics" with the loss',
-            )
+            raise TrainError("no-such-metric", f"Unknown metric {missing[0]!r}; the evaluation has {', '.join(known)}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -346,9 +346,4 @@ def _set(kept: ExitStack, owner: dict[str, Any], **values: Any) -> None:
 
 
 def _callback_error() -> TrainError:
-    return TrainError(
-        "graph-and-callback",
-        "A callback has on_gradients, which graph: true can't call.",
-        why="a graph replays the whole step without Python, so there is no point between backward and update",
-        fix="use clip_norm or clip_value, or hooks on parameters (captured like any operation), or remove graph",
-    )
+    return TrainError("graph-and-callback", "A callback has on_gradients, which graph: true can't call.")

@@ -48,9 +48,6 @@ class BoundOptimizer:
             raise TrainError(
                 "param-group-added",
                 f"{type(self.optimizer).__name__}.add_param_group() was called after the Trainer was created.",
-                why="the optimizer holds the shards of the parameters it had then",
-                fix="create the optimizer with all its groups: freeze parameters with requires_grad_(False), or give "
-                "them lr 0 until they are trained",
             )
         named = parts.named_parameters()
         unsupported.check_parameters(named, self.optimizer, log)

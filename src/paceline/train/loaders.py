@@ -163,6 +163,4 @@ def _require_same_everywhere(loader: Loader) -> None:
         raise DataError(
             "everywhere-and-shards",
             "With deterministic: everywhere, the samples of a step must not depend on the number of ranks.",
-            why="each rank reads its own shard of this data (a DistributedSampler, a stream that is split by rank)",
-            fix="pass the dataset, or a DataLoader without DistributedSampler, which the Trainer divides among ranks",
         )

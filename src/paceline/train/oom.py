@@ -167,18 +167,10 @@ class BatchSizeFinder:
     def __init__(self, config: Config, model: nn.Module, task: Any, device: Any) -> None:
         chosen = devices.choose_device(device, process_group.current_rank_info())
         if chosen.type != "cuda":
-            raise TrainError(
-                "finder-on-cpu",
-                f'micro_batch="auto" requires a GPU, got device {chosen}.',
-                why="running out of CPU memory raises no error: the machine swaps, or the kernel kills a process",
-                fix="set micro_batch to a number",
-            )
+            raise TrainError("finder-on-cpu", f'micro_batch="auto" requires a GPU, got device {chosen}.')
         if torch.cuda.is_initialized():
             raise TrainError(
-                "finder-after-cuda",
-                'micro_batch="auto" requires that CUDA is not initialized yet in this process.',
-                why="trials run in forked processes, and CUDA can't be used after a fork",
-                fix="build the model on the CPU, and create the Trainer before anything uses the GPU",
+                "finder-after-cuda", 'micro_batch="auto" requires that CUDA is not initialized yet in this process.'
             )
         self._folder = Path(tempfile.mkdtemp(prefix="paceline-finder-"))
         self._requests, self._results, self._server = _start_fork_server(
@@ -204,7 +196,6 @@ class BatchSizeFinder:
                 "finder-failed",
                 f"A trial with {size} samples failed on rank {results.index(_FAILED)}, but not for lack of memory.",
                 why=error.read_text() if error.exists() else "see the output of that rank",
-                fix="train with a fixed micro_batch first",
             )
         return all(result == _FITS for result in results)
 
@@ -212,11 +203,7 @@ class BatchSizeFinder:
 def search(fits: Callable[[int], bool], max_size: int) -> int:
     """Return the largest size that fits, within an eighth: double until one fails, then bisect."""
     if not fits(1):
-        raise TrainError(
-            "finder-nothing-fits",
-            "A micro-batch of one sample does not fit in GPU memory.",
-            fix='use a smaller model or shorter samples, precision="bf16", or recompute="full"',
-        )
+        raise TrainError("finder-nothing-fits", "A micro-batch of one sample does not fit in GPU memory.")
     good, bad = 1, max_size + 1
     while good < max_size:
         size = min(good * 2, max_size)

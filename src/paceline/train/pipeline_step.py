@@ -137,9 +137,4 @@ class PipelineStep(TrainStep):
         return loss
 
     def forward(self, micro: MicroBatch) -> Any:
-        raise LayoutError(
-            "pipeline-forward",
-            "trainer.forward(batch) is not supported by a pipeline.",
-            why="the schedule interleaves forward and backward of its micro-batches",
-            fix="use trainer.training_step(batch), or another layout",
-        )
+        raise LayoutError("pipeline-forward", "trainer.forward(batch) is not supported by a pipeline.")

@@ -11,7 +11,6 @@ from paceline.config.recipe import Config
 from paceline.models.dropout.functions import by_sample
 from paceline.parallel.data_parallel import DataParallel
 from paceline.parallel.model_parts import ModelParts
-from paceline.parallel.tensor.apply import is_sequence_parallel
 from paceline.plan.layout import FROM_SETTINGS, Derived
 from paceline.runtime import rng
 from paceline.runtime.mesh import Mesh
@@ -32,7 +31,11 @@ def noise_context(config: Config, parts: ModelParts, mesh: Mesh, loss_fn: Any) -
 
 def seed_generators(config: Config, model: nn.Module, mesh: Mesh, step: int) -> None:
     """Seed the generators differently on each data rank, after the model is initialized equally."""
-    apart = mesh.degrees.tensor > 1 and is_sequence_parallel(model, config.tensor)
+    apart = False
+    if mesh.degrees.tensor > 1:
+        from paceline.parallel.tensor.apply import is_sequence_parallel  # few runs need it
+
+        apart = is_sequence_parallel(model, config.tensor)
     rank = mesh.noise_rank(tokens_apart=apart)
     rng.seed_everything(rng.derive_seed(config.seed, step + 1, rank) >> 1)
 

@@ -149,9 +149,7 @@ def build_meta_model(config: Config) -> nn.Module:
 def build_data(config: Config) -> tuple[Any, Any]:
     """The recipe's training and validation data."""
     if config.model is None and (config.data is None or not config.data.name):
-        raise ConfigError(
-            "missing-section", "trainer.train() got no data.", fix="pass it: trainer.train(data, epochs=1)"
-        )
+        raise ConfigError("missing-section", "trainer.train() got no data.")
     section = _require_section(drop_inherited_options(config)[0].data, "data", "stdlib-text")
     import_component(config, "data")
     with preserve_rng_state():  # random data is the same on every rank
@@ -214,7 +212,6 @@ def _build_checked(config: Config) -> nn.Module:
         raise ModelError(
             "build-failed",
             f"{config.model.name} raised {type(error).__name__}: {error}" + (f" ({frame})." if frame else "."),
-            fix="correct it, or the options in the section `model:` of the recipe",
         ) from error
 
 

@@ -189,8 +189,6 @@ class SlicedStep(TrainStep):
                 "requires-grad-differs",
                 f"requires_grad of {', '.join(names[:4])} is not the same on all ranks.",
                 why="the gradient of a step is the sum over all ranks, which must be of the same parameters",
-                fix="change requires_grad on every rank and before the same step; not inside "
-                "`if trainer.is_main_process:`",
             )
 
 
@@ -200,7 +198,6 @@ def refuse_forward(finding: str) -> None:
         "everywhere-and-forward",
         "The forward gives other results on another number of ranks, with deterministic: everywhere.",
         why=finding,
-        fix="change the model as stated, or set deterministic: true, for the same bits on the same number of ranks",
     )
 
 

@@ -111,9 +111,6 @@ def stands_still(rank: int, places: list[str], seconds: float) -> DataError:
     return DataError(
         "stands-still",
         f"Rank {rank} has waited {seconds:g} s for its next batch. Where ranks stand:\n{by_rank(places)}",
-        why="a dataset, or a worker of its DataLoader, waits for a lock, a file or the network",
-        fix="look at the line above, and at workers if the DataLoader has any (workers=0 shows their lines); if the "
-        "data is only slow, raise timeout",
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def _no_average() -> NoReturn:
-    raise TrainError("no-ema", "No averaged weights: ema is not set.", fix="set Trainer(…, ema=0.999), or ema: 0.999")
+    raise TrainError("no-ema", "No averaged weights: ema is not set.")
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ def _connect(address: str) -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
-        raise LaunchError("no-ray", "Ray is not installed.", fix="pip install 'paceline[ray]'") from None
+        raise LaunchError("no-ray", "Ray is not installed.") from None
     try:
         _require_listener(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         with interrupts.restored(), warnings.catch_warnings():  # Ray installs a SIGTERM handler and emits warnings
@@ -254,9 +254,7 @@ def _reserve(ray: Any, bundle: dict[str, int], nodes: int, wait: float) -> Any:
         resources = _describe_resources(ray, bundle, nodes)
         if time.monotonic() >= deadline:
             raise LaunchError(
-                "no-ray-room",
-                f"The Ray cluster had insufficient resources for {wait:.0f} s: {resources}.",
-                fix="request fewer ranks or nodes, wait for other jobs to finish, or add nodes to the cluster",
+                "no-ray-room", f"The Ray cluster had insufficient resources for {wait:.0f} s: {resources}."
             )
         log.info(f"waiting for Ray: {resources}")
         interval = _REMINDER

@@ -150,12 +150,7 @@ def _run_once(argv: Sequence[str], stdin: str) -> str:
     try:
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, start_new_session=True)
     except FileNotFoundError:
-        raise LaunchError(
-            "no-slurm",
-            f"Program not found: {argv[0]}.",
-            why="the commands of SLURM are usually installed on the login nodes of a cluster only",
-            fix="run the command on a login node; --dry-run prints the batch script on any machine",
-        ) from None
+        raise LaunchError("no-slurm", f"Program not found: {argv[0]}.") from None
     if done.returncode:
         reason = done.stderr.strip() or f"exit status {done.returncode}"
         raise _slurm_error(f"{' '.join(argv[:2])} failed: {reason}")
@@ -163,7 +158,7 @@ def _run_once(argv: Sequence[str], stdin: str) -> str:
 
 
 def _slurm_error(what: str) -> LaunchError:
-    return LaunchError("slurm-refused", what, fix="see the message of SLURM; `sinfo` lists partitions and nodes")
+    return LaunchError("slurm-refused", what)
 
 
 WARNING = 90  # seconds before the time limit; SLURM checks about every 30 s

@@ -247,7 +247,6 @@ def _require_unique(hosts: Iterable[Host]) -> None:
             raise LaunchError(
                 "same-host-twice",
                 f"Duplicate host: {host.machine}.",
-                why="each host runs a single launcher, which starts all of its ranks",
                 fix=f"list it once, with its total number of ranks, e.g. {host.name}:8",
             )
         seen.add(host.machine)

@@ -81,9 +81,7 @@ class LauncherProcess:
                 start_new_session=True, bufsize=0, env=env,
             )  # fmt: skip
         except OSError as error:
-            raise LaunchError(
-                "no-program", f"Cannot execute {argv[0]!r}: {error.strerror}.", fix="check its name and permissions"
-            ) from None
+            raise LaunchError("no-program", f"Cannot execute {argv[0]!r}: {error.strerror}.") from None
         self._has_order = threading.Event()
 
     def send_order(self, order: bytes) -> None:

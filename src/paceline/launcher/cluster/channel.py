@@ -254,5 +254,5 @@ def _read_token(path: Path) -> str:
 def _checked(token: str, where: str, fix: str) -> str:
     if len(token) < _MIN_TOKEN_LENGTH:
         what = f"The token in {where} is shorter than {_MIN_TOKEN_LENGTH} characters."
-        raise LaunchError("open-token", what, why="a short token can be guessed", fix=fix)
+        raise LaunchError("open-token", what, fix=fix)
     return token

@@ -165,7 +165,6 @@ def _node_unavailable(name: str, reason: str) -> LaunchError:
     return LaunchError(
         "node-unavailable",
         f"The launcher on {name} did not start in {_MOST_STARTS} attempts: {reason}",
-        why="the scheduler or the connection failed each time, in a way that usually passes; no rank was started",
         fix=f"check {name} and the scheduler (SLURM: sinfo, scontrol ping), then run the same command again",
     )
 

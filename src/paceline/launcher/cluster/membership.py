@@ -107,17 +107,10 @@ def assign_node(request: JoinRequest, nodes: NodeRange, free: Collection[int], f
     if found:
         more = f"; and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
         raise LaunchError(
-            "node-differs",
-            f"{request.host} differs from the first node: {'; '.join(found[:_MAX_SHOWN])}{more}.",
-            why="nodes that differ train different models, or wait for each other forever",
-            fix="use the same command, the same files next to the script and the same installed versions on every node",
+            "node-differs", f"{request.host} differs from the first node: {'; '.join(found[:_MAX_SHOWN])}{more}."
         )
     if not free:
-        raise LaunchError(
-            "job-is-full",
-            f"The job already has all {nodes.most} nodes; {request.host} was rejected.",
-            fix="use another port in --master for another job, or a larger --nodes for this one",
-        )
+        raise LaunchError("job-is-full", f"The job already has all {nodes.most} nodes; {request.host} was rejected.")
     if request.node is None:
         return min(free)
     if not 0 <= request.node < nodes.most:
@@ -139,8 +132,6 @@ def nodes_missing(missing: Collection[int], seconds: float) -> LaunchError:
     return LaunchError(
         "nodes-missing",
         f"{'Node' if len(missing) == 1 else 'Nodes'} {', '.join(map(str, missing))} did not join within {seconds:g} s.",
-        why="their launchers were not started, have exited, or cannot reach this machine",
-        fix="start them with the same command and their own --node-rank; check the firewall; --wait sets the timeout",
     )
 
 

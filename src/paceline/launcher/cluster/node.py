@@ -125,10 +125,7 @@ class Node(AgentObserver):
                 remind_at = time.monotonic() + _REMINDER
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    "no-coordinator",
-                    f"No coordinator reachable at {self._where} after {self._spec.wait:g} s.",
-                    why="the first node was not started, has another address or port, or is behind a firewall",
-                    fix="start it with --node-rank 0 and the same --master; test the connection with nc -vz HOST PORT",
+                    "no-coordinator", f"No coordinator reachable at {self._where} after {self._spec.wait:g} s."
                 )
             time.sleep(_RETRY_SECONDS)
         return channel
@@ -350,18 +347,8 @@ def is_at_end(descriptor: int) -> bool:
 
 
 def _wrong_token(where: str) -> LaunchError:
-    return LaunchError(
-        "wrong-token",
-        f"The coordinator at {where} rejected this launcher.",
-        why="its job has another token, or the program listening there is not a paceline launcher",
-        fix="copy ~/.paceline/token from the first node, or export the same PACELINE_TOKEN on all nodes",
-    )
+    return LaunchError("wrong-token", f"The coordinator at {where} rejected this launcher.")
 
 
 def _coordinator_lost() -> LaunchError:
-    return LaunchError(
-        "coordinator-lost",
-        "Lost the connection to the coordinator on the first node.",
-        why="its launcher was killed, or the machine or the network failed",
-        fix="start all nodes again with resume=auto (a recipe) or --resume (a script)",
-    )
+    return LaunchError("coordinator-lost", "Lost the connection to the coordinator on the first node.")

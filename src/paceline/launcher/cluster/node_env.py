@@ -166,8 +166,6 @@ def _task(environment: Mapping[str, str]) -> NodeEnvironment | None:
             "two-worlds",
             f"{task.starter} started {task.world} launchers on {plural(task.nodes, 'node')}.",
             why="a launcher starts all ranks of its node, so there must be one per node",
-            fix="run without `paceline launch` (srun python train.py, mpirun python train.py), or start one per node: "
-            "srun --ntasks-per-node=1 (mpirun --map-by ppr:1:node) paceline launch train.py",
         )
     host, port = rendezvous_endpoint(environment) or task.rendezvous()
     return NodeEnvironment(NodeRange(task.nodes, task.nodes), task.rank, host, port, None, task.starter)

@@ -120,19 +120,10 @@ def require_forkable() -> None:
 
     if torch.distributed.is_initialized():
         raise LaunchError(
-            "group-already-open",
-            "Ranks cannot be forked: this process has an initialized process group.",
-            why="forked ranks would inherit it",
-            fix="call launch() before init_process_group() or after destroy_process_group()",
+            "group-already-open", "Ranks cannot be forked: this process has an initialized process group."
         )
     if torch.cuda.is_initialized():
-        raise LaunchError(
-            "gpu-already-open",
-            "Ranks cannot be forked: this process has already initialized CUDA.",
-            why="CUDA cannot be used in a forked process after its parent initialized it",
-            fix="call launch() before anything initializes CUDA (in a notebook, restart the kernel); "
-            "torch.cuda.device_count() is safe",
-        )
+        raise LaunchError("gpu-already-open", "Ranks cannot be forked: this process has already initialized CUDA.")
 
 
 class _Monitor:

@@ -297,7 +297,6 @@ def _fork_failed(local: int, number: int) -> LaunchError:
     return LaunchError(
         "fork-failed",
         f"Cannot start local rank {local}: {os.strerror(number) if number else 'its parent process was killed'}.",
-        fix="check free memory and the limits on processes (ulimit -u, the pids limit of the container)",
     )
 
 

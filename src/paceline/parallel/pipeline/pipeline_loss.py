@@ -68,10 +68,7 @@ class PipelineLossModule(LossModule):
         inputs = self._select_inputs(_only_argument, batch)
         if not isinstance(inputs, Tensor):
             raise LayoutError(
-                "pipeline-inputs",
-                f"A pipeline requires one input tensor, got a {type(inputs).__name__}.",
-                why="the input is split into micro-batches by rows",
-                fix='use (input, target) batches, or a dict with one input; or strategy="fsdp"',
+                "pipeline-inputs", f"A pipeline requires one input tensor, got a {type(inputs).__name__}."
             )
         return inputs
 

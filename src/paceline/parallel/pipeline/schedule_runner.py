@@ -101,10 +101,7 @@ def _to_send(hidden: Any) -> Tensor:
         hidden = hidden.to_local()
     if not isinstance(hidden, Tensor):
         raise LayoutError(
-            "stage-output",
-            f"The last layer of a stage must return a tensor, got {type(hidden).__name__}.",
-            why="stages exchange a single tensor",
-            fix="change pipeline.balance, or let the layer return a tensor",
+            "stage-output", f"The last layer of a stage must return a tensor, got {type(hidden).__name__}."
         )
     return hidden.contiguous()
 
@@ -184,8 +181,6 @@ class PipelineRunner:
                 raise LayoutError(
                     "pipeline-shape",
                     f"The shape of the samples changed from {self._inferred_from.shape} to {meta.shape}.",
-                    why="stages that are replicated or sharded must exchange tensors of a fixed shape",
-                    fix="pad the samples to one shape, or use a pipeline without replicate and shard",
                 )
             self._infer_shapes(inputs)
             self._inferred_from = meta

@@ -107,10 +107,7 @@ def layer_sequence(model: nn.Module) -> LayerSequence:
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and (isinstance(module, _BatchNorm) or module.track_running_stats):
             raise LayoutError(
-                "pipeline-and-batchnorm",
-                f"Pipelines do not support batch norm, or running statistics: {name}.",
-                why="micro-batches are padded to equal size, and the padding would change the statistics",
-                fix='use GroupNorm or LayerNorm, or strategy="ddp" or fsdp',
+                "pipeline-and-batchnorm", f"Pipelines do not support batch norm, or running statistics: {name}."
             )
     return found
 
@@ -242,12 +239,7 @@ class AbsentLayer(nn.Module):
 
     def _misuse(self, what: str) -> LayoutError:
         name, rank = self._place
-        return LayoutError(
-            "absent-layer",
-            f"Layer {name} {what}, but it is on pipeline rank {rank}.",
-            why="each rank of a pipeline holds some of the layers only",
-            fix="look parameters up by name, dict(model.named_parameters()).get(name), which is None on other ranks",
-        )
+        return LayoutError("absent-layer", f"Layer {name} {what}, but it is on pipeline rank {rank}.")
 
 
 def apply_pipeline(parts: ModelParts, context: PassContext) -> str:

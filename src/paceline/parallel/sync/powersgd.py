@@ -68,8 +68,6 @@ class PowerSGD(Compression):
             raise LayoutError(
                 "nothing-to-compress",
                 f"powersgd with rank {self.rank} compresses no parameter by {self.min_ratio:g} × ({largest}).",
-                why="it sends rank × (rows + columns) numbers instead of rows × columns",
-                fix="reduce sync.rank or sync.min_ratio, or use sync.compress: int8",
             )
         super().begin(names)
 

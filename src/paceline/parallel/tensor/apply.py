@@ -42,7 +42,6 @@ def check_plan(model: nn.Module, settings: Settings, degree: int) -> None:
             raise LayoutError(
                 "heads-not-divisible",
                 f"{name} of {type(model).__name__} ({heads}) is not divisible by the tensor degree {degree}.",
-                why="attention heads are not split across ranks",
                 fix=f"use a tensor degree that divides {heads}, or another number of heads",
             )
     for name, style in styles.items():
@@ -62,13 +61,11 @@ def _require_divisible(name: str, style: str, module: nn.Module, degree: int) ->
         raise LayoutError(
             "vocabulary-not-divisible",
             f"The vocabulary size {size} ({name}) is not divisible by the tensor degree {degree}.",
-            why="the vocabulary is sharded evenly across ranks",
             fix=f"pad the vocabulary to {-(-size // degree) * degree}, or use another tensor degree",
         )
     raise LayoutError(
         "layer-not-divisible",
         f"{name} has {size} {'inputs' if style == 'row' else 'outputs'}, not divisible by the tensor degree {degree}.",
-        fix="use another tensor degree or width, or remove the layer from the plan",
     )
 
 
@@ -78,9 +75,7 @@ def _require_ties_sharded_alike(model: nn.Module, styles: Mapping[str, str]) -> 
         keys = [name.rpartition(".")[2] for name in names]
         if len({_placement(styles.get(module), key) for module, key in zip(modules, keys, strict=True)}) > 1:
             raise LayoutError(
-                "tied-and-cut-apart",
-                f"{' and '.join(names)} are tied, but the tensor plan shards them differently.",
-                fix="use the same style for both (vocabulary, for an embedding and the output head)",
+                "tied-and-cut-apart", f"{' and '.join(names)} are tied, but the tensor plan shards them differently."
             )
 
 
@@ -91,8 +86,6 @@ def _require_complete(model: nn.Module, styles: Mapping[str, str]) -> None:
         raise LayoutError(
             "incomplete-tensor-plan",
             f"The tensor plan uses sequence parallelism, but does not include {', '.join(missing[:4])}.",
-            why="each rank processes a slice of the tokens, so gradients of every layer must be reduced",
-            fix="list every layer with parameters (sequence for norms), or set tensor.sequence: false",
         )
 
 

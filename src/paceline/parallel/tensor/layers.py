@@ -238,8 +238,5 @@ def _token_dim(hidden: Tensor) -> int:
 def _require_even(tokens: int, axis: DeviceMesh) -> None:
     if tokens % axis.size():
         raise LayoutError(
-            "tokens-not-divisible",
-            f"The sequence length {tokens} is not divisible by the tensor degree {axis.size()}.",
-            why="with sequence parallelism, each rank holds the same number of tokens",
-            fix="pad sequences to a multiple of the tensor degree, or set tensor.sequence: false",
+            "tokens-not-divisible", f"The sequence length {tokens} is not divisible by the tensor degree {axis.size()}."
         )

@@ -87,7 +87,5 @@ def parse_collectives(text: str) -> tuple[str, ...]:
 def require_peers(ranks: int) -> None:
     if ranks < 2:
         raise LaunchError(
-            "one-rank",
-            "paceline bench comm was started with a single rank, which communicates with nobody.",
-            fix="start at least two: -n 2; on a machine with one GPU, on its CPU: -n 2 --cpu",
+            "one-rank", "paceline bench comm was started with a single rank, which communicates with nobody."
         )

@@ -326,9 +326,7 @@ def measure_recipe(config: Config, steps: int, spec: LaunchSpec, *, predicts: bo
         return measured
     except FileNotFoundError:
         raise LaunchError(
-            "no-result",
-            f"Rank 0 has written no result that this machine can read at {folder.short(result)}.",
-            fix="start from a folder that all nodes share",
+            "no-result", f"Rank 0 has written no result that this machine can read at {folder.short(result)}."
         ) from None
     finally:
         result.unlink(missing_ok=True)

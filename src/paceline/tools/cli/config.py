@@ -77,11 +77,7 @@ def init(
     contents = {folder / source.stem: source.read_text() for source in sorted(STARTER.glob("*.txt"))}
     existing = [path for path in contents if path.exists() or path.is_symlink()]
     if existing:
-        raise ConfigError(
-            "file-exists",
-            f"{', '.join(map(str, existing))} already exist{'s' * (len(existing) == 1)}.",
-            fix="choose another folder: paceline init FOLDER",
-        )
+        raise ConfigError("file-exists", f"{', '.join(map(str, existing))} already exist{'s' * (len(existing) == 1)}.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
@@ -89,7 +85,7 @@ def init(
                 file.write(text)
     except OSError as error:
         what = f"Can't write to {folder}: {error.strerror}."
-        raise ConfigError("not-writable", what, fix="choose another folder: paceline init FOLDER") from None
+        raise ConfigError("not-writable", what) from None
     print(f"written: {', '.join(map(str, contents))}\n\nnext:")
     if folder.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(folder))}")

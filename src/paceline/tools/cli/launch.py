@@ -118,8 +118,5 @@ def _enter(folder: str) -> None:
         os.chdir(folder)
     except OSError as error:
         raise LaunchError(
-            "no-folder",
-            f"Cannot change to the working directory {folder} on {socket.gethostname()}: {error.strerror}.",
-            why="ranks run in the same working directory on every node",
-            fix="launch from a directory on a shared file system, or one that exists under the same path on every node",
+            "no-folder", f"Cannot change to the working directory {folder} on {socket.gethostname()}: {error.strerror}."
         ) from None

@@ -31,7 +31,7 @@ def ls(
     from paceline.tools.watch import run_list
 
     if folder != ROOT and not folder.is_dir():
-        raise CheckpointError("no-run", f"Folder {str(folder)!r} does not exist.", fix="pass a folder of run folders")
+        raise CheckpointError("no-run", f"Folder {str(folder)!r} does not exist.")
     lines = run_list.list_runs(folder, trials=everything)
     if json:
         print(json_format.dumps([line.to_json() for line in lines], indent=2))

@@ -242,9 +242,5 @@ def _write(target: Path | None, run: str, members: Mapping[str, bytes]) -> Path:
             path.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise CheckpointError(
-            "not-exported",
-            f"Could not write {path}: {error.strerror or error}.",
-            fix="check the free space and the permissions of its folder",
-        ) from None
+        raise CheckpointError("not-exported", f"Could not write {path}: {error.strerror or error}.") from None
     return path

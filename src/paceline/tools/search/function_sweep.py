@@ -136,12 +136,7 @@ def _sweep_function(
     function: Callable[[TrialContext], float | None], section: SweepSection, name: str | None, ranks: int
 ) -> Study:
     if section.pruner == "asha":
-        raise SearchError(
-            "needs-recipe",
-            "pruner: asha needs a recipe, not a function.",
-            why="it pauses trials and continues them from a checkpoint, which a function can't do",
-            fix="pass a recipe, or use pruner='median' with trial.report(step, value)",
-        )
+        raise SearchError("needs-recipe", "pruner: asha needs a recipe, not a function.")
     study = Study(StudyFolder.of(name or f"{getattr(function, '__name__', 'function')}-sweep"), section, {})
     here = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     pool = open_pool(LaunchSpec(ranks=ranks), section, here)  # functions run on this machine only

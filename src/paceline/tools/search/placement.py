@@ -109,8 +109,6 @@ class Pool:
                 "no-room",
                 f"A trial has {self.ranks} ranks, but there are {sum(each.size for each in self.machines)} "
                 f"places on {len(self.machines)} machines, at most {largest} on one.",
-                why="a trial runs on one machine, or on whole machines with as many ranks together",
-                fix="use fewer ranks per trial (-n), or more GPUs",
             )
 
     @property

@@ -48,9 +48,7 @@ class RecipeTrials:
         first = {parameter.key: parameter.extremes[0] for parameter in space}
         for key, parameter in zip(first, space, strict=True):
             if key.split(".")[0] in ("run", "resume", "sweep", "launch"):
-                raise SearchError(
-                    "bad-space", f"Invalid search space: {key} can't vary between trials.", fix="remove it"
-                )
+                raise SearchError("bad-space", f"Invalid search space: {key} can't vary between trials.")
             for value in parameter.extremes:
                 check(self.config({**first, parameter.key: value}), ranks)
         _require_metric(self.config(first, run=False, quiet=True), metric)

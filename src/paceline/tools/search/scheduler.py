@@ -152,11 +152,7 @@ class Sweep:
         line = next(each for each in said.splitlines() if each.startswith(_NOT_STARTED))
         log.info(f"trial {running.trial.number} was not started on {running.slot}: {line}; starting it again")
         if self._not_started >= _MOST_NOT_STARTED and not self._running:
-            raise SearchError(
-                "no-launch",
-                f"The last {self._not_started} launches of trials did not start: {line}",
-                fix="no trial has failed: see the output of one in the folder of the study; the same command continues",
-            )
+            raise SearchError("no-launch", f"The last {self._not_started} launches of trials did not start: {line}")
 
     def _read_values(self, running: _Running, *, at_once: bool) -> None:
         now, number = time.monotonic(), running.trial.number

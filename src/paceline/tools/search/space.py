@@ -238,9 +238,7 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise SearchError(
-            "no-optuna", "A sweep needs Optuna, which is not installed.", fix="pip install 'paceline[sweep]'"
-        ) from None
+        raise SearchError("no-optuna", "A sweep needs Optuna, which is not installed.") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -60,11 +60,7 @@ class Study:
         self.space: list[Parameter] = parse_space(section.space)
         self.section = section.model_copy(update={"space": json.loads(json.dumps(section.space))})  # as it is stored
         if not self.space:
-            raise SearchError(
-                "no-space",
-                "The search space is empty.",
-                fix="say how a key varies, e.g. optimizer.lr=log(1e-5,1e-2), or in the recipe: sweep: {space: ...}",
-            )
+            raise SearchError("no-space", "The search space is empty.")
         self.minimizes = Best(section.metric, section.mode).mode == "min"
         self._storage, self._study = self._open()
 
@@ -107,7 +103,7 @@ class Study:
             True
         """
         if not folder.exists:
-            raise SearchError("no-study", f"There is no study at {folder.short}.", fix="pass the name or path of one")
+            raise SearchError("no-study", f"There is no study at {folder.short}.")
         settings = folder.read_settings()
         return cls(folder, SweepSection(**settings["sweep"]), settings["recipe"])
 
@@ -199,15 +195,11 @@ class Study:
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         if (state == "complete" and value is None) or (value is not None and not math.isfinite(value)):
             shown = "no value" if value is None else f"the value {value}"
-            raise SearchError(
-                "no-value",
-                f"Trial {number} has {shown} of {self.section.metric!r}.",
-                fix='tell(number, state="failed") for a trial without a finite value',
-            )
+            raise SearchError("no-value", f"Trial {number} has {shown} of {self.section.metric!r}.")
         known = self.trials()
         if not 0 <= number < len(known) or known[number].has_ended:
             what = "has ended already" if 0 <= number < len(known) else "was not asked for"
-            raise SearchError("other-trial", f"Trial {number} {what}.", fix="tell each trial of ask() once")
+            raise SearchError("other-trial", f"Trial {number} {what}.")
         with quiet():
             values = None if value is None else [value]
             self._storage.set_trial_state_values(self._trial_id(number), states[state], values)
@@ -344,10 +336,7 @@ class Study:
             changed.append("the recipe")
         if changed:
             raise SearchError(
-                "other-study",
-                f"{self.folder.short} is the study of another search: {', '.join(changed)} changed.",
-                why="results of different searches can't be compared",
-                fix="choose another name with --name, or remove the folder",
+                "other-study", f"{self.folder.short} is the study of another search: {', '.join(changed)} changed."
             )
 
     @property

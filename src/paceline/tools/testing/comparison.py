@@ -260,9 +260,7 @@ def _build(build: TrainerFactory, settings: dict[str, Any]) -> Any:
 
 def _bad_settings(what: str) -> ConfigError:
     return ConfigError(
-        "parity-settings",
-        f"parity() sets {', '.join(SETS)}, the layout and, with bits, deterministic: {what}.",
-        fix="pass **settings to the Trainer, and set none of these yourself",
+        "parity-settings", f"parity() sets {', '.join(SETS)}, the layout and, with bits, deterministic: {what}."
     )
 
 

@@ -40,9 +40,7 @@ def write_report(folders: Sequence[RunFolder], path: Path, by: By = "step") -> N
     try:
         regular_files.replace(path, standalone_page(values))
     except OSError as error:
-        raise LaunchError(
-            "report-not-written", f"Can't write {path}: {error.strerror}.", fix="pass a writable path with -o"
-        ) from None
+        raise LaunchError("report-not-written", f"Can't write {path}: {error.strerror}.") from None
 
 
 def _values(number: int, folder: RunFolder, buckets: int) -> dict[str, Any]:

@@ -43,8 +43,6 @@ def common_names(run: RunFolder, reached: Mapping[Path, int]) -> list[str] | Non
         raise CheckpointError(
             "no-common-step",
             f"The Trainers of this run have no checkpoints that belong together. Steps: {', '.join(have)}.",
-            why="they trained at the same time, and would continue from different steps",
-            fix="to start over, set another run name; from then on, set the same save_every for all of them",
         )
     return [name for _, name in sorted(points, reverse=True) if name]
 

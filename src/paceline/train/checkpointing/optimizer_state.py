@@ -66,10 +66,7 @@ class OptimizerState(ShardedStateful):
 
     def _unsupported(self, where: str) -> CheckpointError:
         return CheckpointError(
-            "optimizer-state",
-            f"{type(self._engine.bound.optimizer).__name__} has unsupported state for {where}.",
-            why="a checkpoint can store tensors and numbers for each parameter",
-            fix="store a tensor in optimizer.state[parameter], or save with include_optimizer=False",
+            "optimizer-state", f"{type(self._engine.bound.optimizer).__name__} has unsupported state for {where}."
         )
 
     def _held(self, parameter: Tensor) -> Tensor:

@@ -296,10 +296,7 @@ class Restorer:
                 continue
             return name, metadata
         raise CheckpointError(
-            "nothing-good",
-            f"All {len(skipped)} checkpoints in {store.where()} are corrupted: {', '.join(skipped)}.",
-            why="starting over would look like a resumed run",
-            fix="run paceline checkpoint verify for details, or set another name, run=…, to start over",
+            "nothing-good", f"All {len(skipped)} checkpoints in {store.where()} are corrupted: {', '.join(skipped)}."
         )
 
     def check_data(
@@ -328,7 +325,6 @@ class Restorer:
             raise CheckpointError(
                 "other-data",
                 f"The data differs from that of the checkpoint: {details}.",
-                why="samples would be repeated or skipped, because the position in the data is stored as a step",
                 fix=f"restore the setting (see {CONFIG} in the run folder), or start at step 0 with "
                 "load_checkpoint(…, weights_only=True). Of a stream that is split across ranks, the batch size of a "
                 "DataLoader is that of one rank: divide it by their number",
@@ -373,8 +369,6 @@ def _require_same_checkpoint(at: Address, checkpoint: Checkpoint) -> None:
                 "ranks-differ",
                 f"Ranks load different checkpoints: {by_rank[0][2]} (step {by_rank[0][1]}) on rank 0, {where} "
                 f"(step {identity[1]}) on rank {rank}.",
-                why="all ranks train the same model",
-                fix="pass the same path on every rank; if it is on local disks, copy one checkpoint to all nodes",
             )
 
 

@@ -246,12 +246,7 @@ class RunHandle:
         self.without_access = ranks_without_access(folder.path)
         named = numbered("rank", self.without_access)
         if self.without_access and config.checkpoint.unshared == "refuse":
-            raise CheckpointError(
-                "unshared-folder",
-                f"{named.capitalize()} can't access the run folder {folder}.",
-                why="every rank writes its shards of a checkpoint to it",
-                fix="put it on shared storage, or set checkpoint: {unshared: gather}",
-            )
+            raise CheckpointError("unshared-folder", f"{named.capitalize()} can't access the run folder {folder}.")
         if self.without_access:
             self._log.warning(f"{named} can't access {folder}: rank 0 writes their shards")
 
@@ -359,11 +354,7 @@ def _used_before(launch: RunFolder, name: str | None, generation: int) -> RunFol
 
 def _newest(config: Config, world: World, log: Log, default_name: str) -> RunFolder | None:
     if config.run is False:
-        raise CheckpointError(
-            "nothing-to-resume",
-            'resume="auto" requires a run folder, but run=False disables it.',
-            fix='set run="NAME", or resume to the path of a checkpoint',
-        )
+        raise CheckpointError("nothing-to-resume", 'resume="auto" requires a run folder, but run=False disables it.')
     launched = environment.run_folder()  # named by the launcher after the recipe or script
     name = _default_of(config, default_name if launched is None else launched.current.requested_name)
     found = None

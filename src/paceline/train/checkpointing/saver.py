@@ -330,9 +330,4 @@ def few_steps(config: Config) -> int:
 
 def require_own_weights(engine: Engine) -> None:
     if engine.features.average is not None and engine.features.average.is_swapped:
-        raise CheckpointError(
-            "inside-ema",
-            "A checkpoint was saved or loaded inside trainer.ema_weights().",
-            why="the model has the averaged weights there, and the trained weights would be lost",
-            fix="save and load outside the context; a checkpoint contains both",
-        )
+        raise CheckpointError("inside-ema", "A checkpoint was saved or loaded inside trainer.ema_weights().")

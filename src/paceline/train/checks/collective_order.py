@@ -136,12 +136,4 @@ class ModuleOrder:
 
 
 def _error(what: str) -> LayoutError:
-    return LayoutError(
-        "different-modules",
-        what,
-        why="parameters of a block (or statistics of a batch norm) are gathered over all ranks when it is called; "
-        "ranks that call different ones would mix them",
-        fix="run the same modules in the same order on every rank, if need be on zero samples; or set "
-        'unused_parameters="allow" without blocks, which gathers the full model at once (sync_batchnorm=False for a '
-        'batch norm); or use strategy="ddp"',
-    )
+    return LayoutError("different-modules", what)

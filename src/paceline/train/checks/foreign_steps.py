@@ -55,9 +55,6 @@ class RequireOwner:
             raise TrainError(
                 "foreign-step",
                 f"{type(optimizer).__name__}.step() was called directly, but a Trainer owns this optimizer.",
-                why="gradients of a plain loss.backward() are not reduced, so ranks would drift apart",
-                fix="call trainer.training_step(batch); or loss = trainer.forward(batch), trainer.backward(loss) and "
-                "trainer.step()",
             )
 
 
@@ -105,8 +102,6 @@ class GradientInspector:
             raise TrainError(
                 "gradients-cleared",
                 "The gradients of this step were set to None or zero_grad() was called before its optimizer step.",
-                why="micro-batches would be counted in the step without contributing to it",
-                fix="remove zero_grad(): every step of the Trainer begins without gradients",
             )
         parts = zip(self._marks or (), self._parameters, strict=False)
         changed = any(not mark.holds_for(parameter.grad) for mark, parameter in parts)

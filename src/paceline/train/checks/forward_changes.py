@@ -156,13 +156,7 @@ def warn_of_buffers(own: list[str], counted: list[str], warn: Callable[[str], ob
 
 
 def _error(what: str) -> TrainError:
-    return TrainError(
-        "forward-changes-parameters",
-        f"{what} in place.",
-        why="each rank would change its own copy of the weights, or a gathered copy that is discarded",
-        fix="change weights in a callback (on_step), equally on every rank, or compute a changed copy in the forward; "
-        "for max_norm: functional.normalize of the looked-up rows",
-    )
+    return TrainError("forward-changes-parameters", f"{what} in place.")
 
 
 def find(trial: LossTrial) -> tuple[list[str], list[str], str | None]:

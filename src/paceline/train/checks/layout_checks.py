@@ -17,7 +17,6 @@ from paceline.log import Log
 from paceline.models.loss_module import parameters_of_loss
 from paceline.models.spec import find_blocks, spec_of
 from paceline.parallel.data_parallel import CommHook
-from paceline.parallel.tensor.apply import check_plan
 from paceline.plan import memory as plan_memory
 from paceline.plan.layout import LayoutPlan, derive_layout
 from paceline.plan.memory import MachineFacts, ModelSize
@@ -51,12 +50,7 @@ def check_layout(
         wrapped_model.require_ddp(hook, config, layout.degrees, log)
     unsupported.require_replicated_criterion(user.stateful_loss, config, layout.degrees)
     if partition is not None and user.loss_fn is not None:
-        raise LayoutError(
-            "pipeline-and-loss-fn",
-            "loss_fn(model, batch) is not supported by a pipeline.",
-            why="no rank holds the full model; the last stage computes the loss from the outputs",
-            fix="pass criterion=… for (input, target) batches, or use a model whose PipelineSpec names its loss",
-        )
+        raise LayoutError("pipeline-and-loss-fn", "loss_fn(model, batch) is not supported by a pipeline.")
     if user.optimizer is not None:
         named = [*model.named_parameters(), *parameters_of_loss(user.stateful_loss)]
         unsupported.check_parameters(named, user.optimizer, log)
@@ -74,6 +68,8 @@ def check_plan_of(config: Config, model: nn.Module, plan: LayoutPlan) -> StagePa
     Returns the stages of a pipeline."""
     require_allowed(config, plan)
     if plan.degrees.tensor > 1:
+        from paceline.parallel.tensor.apply import check_plan  # few runs need it
+
         check_plan(model, config.tensor, plan.degrees.tensor)
     return _partition(config, model, plan)
 
@@ -131,6 +127,8 @@ def _equivalent_settings(optimizer: Optimizer) -> Settings:
 
 def _tensor_degrees(config: Config, model: nn.Module, ranks: int) -> list[int]:
     """The tensor-parallel degrees that the model's plan allows."""
+    from paceline.parallel.tensor.apply import check_plan
+
     allowed = []
     for degree in range(2, ranks + 1):
         with suppress(LayoutError):

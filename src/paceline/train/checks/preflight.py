@@ -143,11 +143,7 @@ def _require_same_graph(module: LossModule, loss: Any) -> None:
 def _require_plain(loss: Any) -> None:
     if isinstance(loss, DTensor):
         raise LayoutError(
-            "loss-of-shards",
-            "The loss is computed from sharded parameters, outside the forward of their block.",
-            why="there, a parameter is the shard of this rank, and FSDP neither gathers it nor reduces its gradient",
-            fix="use the weight_decay of the optimizer, compute the penalty in the forward of the module that has the "
-            'parameters, or use strategy="ddp"',
+            "loss-of-shards", "The loss is computed from sharded parameters, outside the forward of their block."
         )
 
 
@@ -182,8 +178,6 @@ def explain_backward() -> Iterator[None]:
                 "changed-in-place",
                 "The model modifies the output of a block in place (`y = block(x); y += x`), which FSDP does not "
                 "support.",
-                why="FSDP registers hooks on the output, and frees the gathered parameters too early",
-                fix="write y = y + x, or set fsdp: {reshard: false} and verify with `paceline parity`",
             ) from error
         if "modified by an inplace operation" in str(error) and not hasattr(error, "__notes__"):
             error.add_note(
@@ -196,7 +190,6 @@ def explain_backward() -> Iterator[None]:
                 raise LayoutError(
                     "double-backward",
                     f"The loss contains gradients (autograd.grad with create_graph=True) through {part}.",
-                    why="it can be differentiated only once",
                     fix=fix,
                 ) from error
         raise
@@ -211,9 +204,6 @@ def _require_same_samples(batches: list[tuple[int, int]]) -> None:
             raise LayoutError(
                 "different-batches",
                 f"Ranks {first} and {rank} belong to the same data rank, but received different samples.",
-                why="they hold parts of the model, and must compute them on the same samples",
-                fix="pass the dataset, or a DataLoader without DistributedSampler, to the Trainer; in a custom loop "
-                "use trainer.loader(dataset), or the same batch on all ranks of a tensor or pipeline axis",
             )
 
 
@@ -228,10 +218,6 @@ def _require_one_loss(losses: list[tuple[int, float | None]]) -> None:
             raise LayoutError(
                 "tensor-plan-changes-loss",
                 f"For the same samples, the loss is {expected:.6g} on rank {first} but {loss:.6g} on rank {rank}.",
-                why="the tensor plan does not match the model: a column layer must be followed by a row layer, "
-                "with only elementwise operations in between",
-                fix="add the row layer that follows each column layer to the plan, or remove the column layer; "
-                "verify with `paceline parity`",
             )
 
 
@@ -244,12 +230,7 @@ def read_weight(weight: Any, micro: MicroBatch) -> tuple[str, float]:
 
 def _require_one_kind(kinds: list[str]) -> None:
     if len(set(kinds)) > 1:
-        raise TrainError(
-            "loss-changed-kind",
-            f"The losses of ranks are of different kinds:\n{by_rank(kinds)}",
-            why="losses are averaged over ranks and micro-batches, with one kind of weight",
-            fix="return paceline.Loss(sum, weight) for every batch",
-        )
+        raise TrainError("loss-changed-kind", f"The losses of ranks are of different kinds:\n{by_rank(kinds)}")
 
 
 def nominal(weight: float, groups: int) -> float:
@@ -283,10 +264,7 @@ def explain_unused_parameters(model: nn.Module) -> Iterator[None]:
 def unused_parameters_error(model: nn.Module, names: list[str]) -> TrainError:
     modules = sorted({type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in names})
     return TrainError(
-        "unused-parameters",
-        f"The loss does not depend on {listed(names, _SHOWN)} (in {', '.join(modules)}).",
-        why="with several ranks, every trainable parameter must receive a gradient to complete the reduction",
-        fix='use them in forward(), freeze them with requires_grad_(False), or set unused_parameters="allow"',
+        "unused-parameters", f"The loss does not depend on {listed(names, _SHOWN)} (in {', '.join(modules)})."
     )
 
 

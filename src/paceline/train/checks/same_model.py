@@ -46,13 +46,7 @@ def require_same_model(model: nn.Module, optimizer: torch.optim.Optimizer | None
         return
     found = _first_difference([*_model_facts(model), *_optimizer_facts(model, optimizer), *_criterion_facts(criterion)])
     if found is not None:
-        raise WorldError(
-            "different-models",
-            f"Ranks have different models, first:\n{by_rank(found)}",
-            why="collectives match parameters by their order, so gradients of different parameters would be mixed",
-            fix="build the same model and optimizer on every rank; look for code that depends on the rank, on files "
-            "of one node, or on unseeded random numbers",
-        )
+        raise WorldError("different-models", f"Ranks have different models, first:\n{by_rank(found)}")
 
 
 def require_same_structure(batch: Any) -> None:
@@ -60,10 +54,7 @@ def require_same_structure(batch: Any) -> None:
     found = _first_difference(list(_structure(batch, "batch")))
     if found is not None:
         raise DataError(
-            "different-structure",
-            f"Ranks received batches of different structure, first:\n{by_rank(found)}",
-            why="ranks must run the same operations on their samples, or their collectives do not match",
-            fix="return samples of the same structure for every index, and collate them equally on every rank",
+            "different-structure", f"Ranks received batches of different structure, first:\n{by_rank(found)}"
         )
 
 

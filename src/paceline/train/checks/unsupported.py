@@ -37,21 +37,10 @@ def require_initialized(model: nn.Module) -> None:
     """For every layout: before anything reads shapes."""
     lazy = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if is_lazy(tensor)]
     if lazy:
-        raise TrainError(
-            "lazy-parameters",
-            f"Not initialized yet: {listed(lazy)}.",
-            why="a lazy module creates its parameters in its first forward, but the optimizer and all ranks need them "
-            "before",
-            fix="run the model once before creating the optimizer and the Trainer: model(inputs)",
-        )
+        raise TrainError("lazy-parameters", f"Not initialized yet: {listed(lazy)}.")
     expanded = [name for name, p in model.named_parameters() if torch._debug_has_internal_overlap(p) == _OVERLAPS]
     if expanded:
-        raise TrainError(
-            "expanded-parameter",
-            f"Several elements share one place in memory: {listed(expanded)}.",
-            why="an expanded tensor can't be updated in place",
-            fix="make it contiguous, nn.Parameter(tensor.expand(…).contiguous()), or expand it in the forward",
-        )
+        raise TrainError("expanded-parameter", f"Several elements share one place in memory: {listed(expanded)}.")
 
 
 def require_replicated_criterion(criterion: nn.Module | None, config: Config, degrees: Degrees) -> None:
@@ -61,8 +50,6 @@ def require_replicated_criterion(criterion: nn.Module | None, config: Config, de
         raise LayoutError(
             "criterion-parameters",
             f"{type(criterion).__name__} has trainable parameters of its own: {', '.join(names[:4])}.",
-            why="a criterion is not sharded, divided into stages, or reduced in a fixed order or in rounds",
-            fix='use strategy="ddp"; or make the criterion a submodule of the model, whose forward returns the loss',
         )
 
 
@@ -73,33 +60,21 @@ def require_supported(model: nn.Module, config: Config, degrees: Degrees) -> Non
         raise LayoutError(
             "sparse-gradients",
             f"Sparse gradients are not supported on several ranks or with deterministic: everywhere: {listed(sparse)}.",
-            why="FSDP can't reduce them, and DDP scales dense gradients wrongly if sparse ones are ready first",
-            fix="create the embedding with sparse=False",
         )
     if sparse and (config.clip_norm is not None or config.clip_value is not None or config.nonfinite != "raise"):
         raise TrainError(
             "sparse-clipping",
             f"Gradients of {listed(sparse)} are sparse, but clip_norm, clip_value or nonfinite needs their norm.",
-            why="torch computes neither norms nor limits of sparse tensors",
-            fix="create the embedding with sparse=False, or remove the setting",
         )
     norms = [name for name, part in model.named_modules() if _keeps_statistics(part, model)]
     if norms and config.fixed_order:
         raise LayoutError(
             "everywhere-and-batchnorm",
             f"deterministic: everywhere does not support layers with statistics over samples: {listed(norms)}.",
-            why="they are computed over the samples of all ranks, or change with every slice that a rank computes",
-            fix="use GroupNorm or LayerNorm, freeze them (eval mode, in a model in training mode), or set "
-            "deterministic: true",
         )
     shared = [] if degrees.is_replicated else _sharing_memory(list(model.named_parameters()))
     if shared:
-        raise LayoutError(
-            "shared-memory",
-            f"Different parameters share memory: {listed(shared)}.",
-            why="each is sharded or moved by itself, so they would no longer change together",
-            fix='assign the same nn.Parameter in both places (ties are kept), clone() one, or use strategy="ddp"',
-        )
+        raise LayoutError("shared-memory", f"Different parameters share memory: {listed(shared)}.")
 
 
 def _keeps_statistics(module: nn.Module, model: nn.Module) -> bool:
@@ -149,13 +124,7 @@ def check_optimizer(optimizer: Any) -> None:
     if optimizer is None or isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(optimizer, (list, tuple, set)):
-        raise TrainError(
-            "several-optimizers",
-            f"Expected one optimizer, got {len(optimizer)}.",
-            why="clipping, the schedule and skipped steps apply to all parameters of a model at once",
-            fix="use one optimizer with parameter groups; for adversarial training, use two Trainers in a custom loop, "
-            "as docs/guides/own-loop.md shows",
-        )
+        raise TrainError("several-optimizers", f"Expected one optimizer, got {len(optimizer)}.")
     is_class = isinstance(optimizer, type)
     made = f"create it: torch.optim.{optimizer.__name__}(model.parameters(), lr=…)" if is_class else "pass an optimizer"
     raise TrainError(
@@ -177,9 +146,6 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], optimizer: torch
             "other-parameters",
             f"The optimizer holds {len(foreign)} parameters that do not belong to the model, and lacks "
             f"{', '.join(missing[:_SHOWN])}{', …' if len(missing) > _SHOWN else ''}.",
-            why="only parameters of the model, and of an nn.Module as criterion, are synchronized and saved",
-            fix="create the optimizer from the parameters() of the model that is passed to the Trainer, after layers "
-            "are replaced; put a head that is outside the model, or a loss with parameters, into one nn.Module with it",
         )
     if missing:
         log.warning(
@@ -190,10 +156,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], optimizer: torch
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> TrainError:
     return TrainError(
-        "needs-closure",
-        f"{type(optimizer).__name__}.step() needs a closure that evaluates the loss again.",
-        why="a step is one pass over its micro-batches, on all ranks at the same time, and calls step() without one",
-        fix="use another optimizer; or one whose step() works without a closure",
+        "needs-closure", f"{type(optimizer).__name__}.step() needs a closure that evaluates the loss again."
     )
 
 
@@ -222,8 +185,6 @@ def require_separable(optimizer: torch.optim.Optimizer, facts: OptimizerFacts | 
         raise LayoutError(
             "optimizer-couples-parameters",
             f"{kind.__name__} updates a parameter differently if it holds another one as well (a global norm?).",
-            why="in a pipeline, the optimizer of a stage holds the parameters of that stage only",
-            fix='use strategy="ddp" or fsdp, or set clip_norm, which is computed over all stages',
         )
 
 

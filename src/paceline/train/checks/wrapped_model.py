@@ -138,7 +138,6 @@ def _require_supported(ddp: DistributedDataParallel) -> None:
             raise LayoutError(
                 "wrapped-model",
                 f"The model is wrapped in DistributedDataParallel with {what}.",
-                why="the Trainer wraps the model itself, and has no setting for this",
                 fix=f"pass the model without the wrapper; {fix}",
             )
 
@@ -258,10 +257,7 @@ def require_ddp(hook: CommHook, config: Config, degrees: Degrees, log: Log) -> N
         log.info(f"comm_hook: {hook.name} is not used, there is one rank")
         return
     raise LayoutError(
-        "comm-hook-and-layout",
-        f"The communication hook {hook.name} can't be used with this layout ({degrees}).",
-        why="hooks are called by DDP, and here gradients are reduced without it",
-        fix='use strategy="ddp"; under FSDP, fsdp={"reduce_dtype": "bf16"} halves the bytes of a reduction',
+        "comm-hook-and-layout", f"The communication hook {hook.name} can't be used with this layout ({degrees})."
     )
 
 

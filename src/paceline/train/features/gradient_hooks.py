@@ -135,13 +135,7 @@ class GradientHooks:
 
 
 def _post_accumulate_error(name: str) -> TrainError:
-    return TrainError(
-        "post-accumulate-hook",
-        f"{name} has a hook of register_post_accumulate_grad_hook.",
-        why="it runs on the gradient of one micro-batch on one rank, before it is reduced, scaled and clipped",
-        fix="use parameter.register_hook, which receives the reduced gradient here, or a callback; "
-        "or train in one process",
-    )
+    return TrainError("post-accumulate-hook", f"{name} has a hook of register_post_accumulate_grad_hook.")
 
 
 class BackwardInspector(TorchFunctionMode):

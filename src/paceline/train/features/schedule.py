@@ -61,14 +61,10 @@ class LearningRate:
             raise TrainError(
                 "two-schedules",
                 f"Both a scheduler ({type(scheduler).__name__}) and a schedule ({settings.name}) are set.",
-                fix="remove one of them",
             )
         if getattr(scheduler, "optimizer", self._optimizer) is not self._optimizer:
             raise TrainError(
-                "other-optimizer",
-                f"The scheduler ({type(scheduler).__name__}) belongs to another optimizer.",
-                why="the learning rate of the Trainer's optimizer would never change",
-                fix="create the scheduler with the optimizer that is passed to the Trainer",
+                "other-optimizer", f"The scheduler ({type(scheduler).__name__}) belongs to another optimizer."
             )
 
     def begin(
@@ -112,7 +108,6 @@ class LearningRate:
                 "lr-jumps",
                 f"The learning rate jumps from {last:.3g} in step {step} to {peak * factor(step):.3g} in the next one.",
                 why=f"the steps before followed another schedule than {self._config.schedule.name} over {steps} steps",
-                fix="set schedule.steps as before to keep its final rate, or extend wsd before its decay begins",
             )
             warn(str(error))
 
