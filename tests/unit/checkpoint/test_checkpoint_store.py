@@ -110,7 +110,7 @@ class RunElsewhere(RunHandle):
 
 def parts(trainer: Any, store: CheckpointStore, folder: Path) -> tuple[RunHandle, Saver, Restorer]:
     run, engine = RunElsewhere(trainer, store, folder), trainer._engine
-    state = training_state(engine, trainer._weights, trainer._rates, trainer._policy, trainer._callbacks)
+    state = training_state(engine, trainer._weights, trainer._policy, trainer._callbacks)
     saver = Saver(engine, state, run, trainer._callbacks)
     return run, saver, Restorer(engine, state, run, saver, trainer._rates)
 

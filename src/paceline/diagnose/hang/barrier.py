@@ -10,8 +10,7 @@ where it waits, and reads what they have posted. It leaves as soon as it is cert
     ended           the process of one has died: what comes next fails, and the launcher knows why
     late            not in time
 
-Some wait where only their stack tells it: idle in a collective. A thread posts that for them (train/standstill.py).
-"""
+Where only a stack tells that a rank waits, idle in a collective, a thread posts it (train/standstill.py)."""
 
 from __future__ import annotations
 
@@ -23,10 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from paceline.diagnose.hang import wait_graph
+from paceline.diagnose.hang.process_stacks import state_of
 from paceline.diagnose.hang.stack_place import place_of
 from paceline.run.heartbeat import Counters
 
@@ -35,6 +36,7 @@ _FIRST_LOOK, _LONGEST_LOOK = 0.05, 0.5  # seconds between looks at the others
 _SHORTEST_POLL, _LONGEST_POLL = 0.0001, 0.01
 _CONFIRMATIONS = 2  # looks in which every rank that can't continue has posted again
 _GRACE = 1.0  # seconds in which the other members may add their side
+_COMPARED = 1.5  # seconds in which a rank that compares the call of a collective enters that collective
 _STALE, _STALE_IDLE = 2.0, 5.0  # seconds after which a rank that has not posted again is assumed to run
 
 Outcome = Literal["all", "different", "stuck", "late", "ended"]
@@ -181,8 +183,7 @@ class Board:
         return False
 
     def is_set(self, key: str, seconds: float) -> bool:
-        """Whether a key exists within that time. `Store.wait` would print a warning if not, and hold the lock of the
-        connection, which other threads use as well."""
+        """Whether a key exists within that time. `Store.wait` would warn, and keep other threads from the store."""
         until, pause = self.clock() + seconds, _SHORTEST_POLL
         while not self.store.check([key]):
             if self.clock() > until:
@@ -253,7 +254,8 @@ def _first(board: Board, call: Call) -> tuple[int, Call]:
 
 
 def _wait(board: Board, call: Call, done: str, seconds: float) -> Arrival:
-    until, pause, verdict = board.clock() + seconds, _FIRST_LOOK, Verdict(board.world, sees_idle=call.sees_idle)
+    until, pause, decided = board.clock() + seconds, _FIRST_LOOK, inf
+    verdict = Verdict(board.world, sees_idle=call.sees_idle)
     while not board.is_set(done, pause):
         pause = min(pause * 1.5, _LONGEST_LOOK)
         if not _is_in_background():
@@ -267,7 +269,11 @@ def _wait(board: Board, call: Call, done: str, seconds: float) -> Arrival:
         stuck = _read_verdict(board, call) or verdict.look(posts, board.clock())
         if board.rank in stuck and not (call.leaves and any(map(_will_raise, stuck.values()))):
             _tell_verdict(board, call, stuck)
-            return _leave(board, Arrival("stuck", call, 0, sides, stuck))
+            decided = min(decided, board.clock())
+            # A rank inside a collective notices the end of this one, and tells at which line it was.
+            compares = any(posts[rank].waits and not posts[rank].call.sees_idle for rank in stuck.keys() & posts)
+            if not (call.sees_idle and compares) or board.clock() > decided + _COMPARED:
+                return _leave(board, Arrival("stuck", call, 0, sides, stuck))
         late = [rank for rank in call.members if rank not in posts or not posts[rank].has_made(call)]
         if board.has_died(rank for rank in late if rank not in posts or not posts[rank].ended):
             return Arrival("ended", call, 0, sides, posts)
@@ -391,7 +397,4 @@ def _is_in_background() -> bool:
 
 
 def _is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return not Path("/proc/self").exists()  # it can't be known without /proc
+    return state_of(process) != "exited" or not Path("/proc/self").exists()  # it can't be known without /proc
