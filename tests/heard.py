@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 def of_training(record: logging.LogRecord) -> bool:
-    """Not of the threads that judge by the clock: on a busy machine they tell of ranks that wait for a core."""
-    return record.threadName not in ("paceline-hang-watch", "paceline-standstill")
+    """Not of the thread that judges by the clock."""
+    return record.threadName != "paceline-rank-monitor"
 
 
 @contextmanager

@@ -34,9 +34,17 @@ from typing import ClassVar
 
 
 @cache
-def _advice() -> dict[str, dict[str, dict[str, str]]]:
-    """By family and name."""
-    return tomllib.loads(Path(__file__).with_name("errors.toml").read_text())
+def advice() -> dict[str, dict[str, dict[str, str]]]:
+    """Why errors occur and what to do, by family and name. Ranks read it when they start: a process that has run out
+    of files has an error to tell as well."""
+    return tomllib.loads(Path(__file__).with_name("errors.toml").read_text(encoding="utf-8"))
+
+
+def _usual(family: str, name: str) -> dict[str, str]:
+    try:
+        return advice().get(family, {}).get(name, {})
+    except OSError:
+        return {}
 
 
 class PacelineError(Exception):
@@ -61,7 +69,7 @@ class PacelineError(Exception):
     family: ClassVar[str] = "paceline"
 
     def __init__(self, name: str, what: str, *, why: str | None = None, fix: str | None = None) -> None:
-        usual = _advice().get(self.family, {}).get(name, {})
+        usual = _usual(self.family, name)
         self.code = f"{self.family}.{name}"
         self.what = what
         self.why = usual.get("why", "") if why is None else why

@@ -22,7 +22,7 @@ SOURCE = Path(paceline.__file__).parent
 TESTS = Path(__file__).parents[1]
 FILES = sorted(SOURCE.rglob("*.py"))
 
-LINES = 59_482  # of all files, with blank lines and docstrings
+LINES = 59_530  # of all files, with blank lines and docstrings
 ENGINE_FIELDS = 16
 ENGINE_IMPORTS = 14
 ASSIGNED_FROM_OUTSIDE = 0  # attributes of the step and of the update of the optimizer

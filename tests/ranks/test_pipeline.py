@@ -12,6 +12,7 @@ from torch import nn
 
 import paceline
 import tiny
+from heard import heard
 from samples import ALL
 from worlds import launch, ranks
 
@@ -312,3 +313,14 @@ def named_losses(strategy: str) -> list[float]:
 def test_the_targets_of_a_spec_may_have_any_name() -> None:
     found = launch(named_losses, ranks=2, strategy="pp")
     assert found == pytest.approx(named_losses("auto"), rel=1e-5)
+
+
+@ranks(2)
+def test_the_hooks_of_a_pipeline_are_not_taken_for_those_of_the_user() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3))
+    trainer = paceline.Trainer(
+        model, criterion=nn.CrossEntropyLoss(), strategy="pp", batch=8, run=False, quiet=True, device="cpu"
+    )
+    with heard() as said:
+        trainer.train(tiny.blobs(16), max_steps=2)
+    assert said == []

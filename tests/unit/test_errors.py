@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import TypeGuard
@@ -50,3 +53,12 @@ def is_error(node: ast.AST) -> TypeGuard[ast.Call]:
 def call_code(call: ast.Call) -> tuple[str, object]:
     name = ast.unparse(call.func).rpartition(".")[2]
     return NAMES[name], getattr(call.args[0], "value", None)
+
+
+@pytest.mark.parametrize("before", ["", "resource.setrlimit(resource.RLIMIT_NOFILE, (1, 1)); "])
+def test_an_error_is_told_in_any_locale_and_without_a_free_descriptor(before: str) -> None:
+    code = f"import resource; from paceline import errors; {before}print(errors.CheckpointError('no-ema', 'None.'))"
+    variables = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("[checkpoint.no-ema] None."), done.stderr
+    assert ("fix: " in done.stdout) is not bool(before)

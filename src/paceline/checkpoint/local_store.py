@@ -124,9 +124,13 @@ class LocalStore:
         return found
 
     def files(self, name: str) -> Mapping[str, int]:
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._folder / name) as entries:
-            return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
-        return {}
+        try:
+            with os.scandir(self._folder / name) as entries:
+                return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return {}
+            raise
 
     def read(self, name: str, file: str) -> RawIOBase:
         return os.fdopen(regular_files.open_descriptor(self._folder / name / file), "rb", buffering=0)

@@ -37,7 +37,7 @@ def require_same_versions(versions: Sequence[Mapping[str, str]]) -> None:
 def require_same_weights(checksums: Sequence[Mapping[str, int]]) -> None:
     """`checksums`: the checksum of every parameter on each rank."""
     if table := _differences([{name: f"checksum {value}" for name, value in rank.items()} for rank in checksums]):
-        raise WorldError("different-weights", f"DynamicDDP hold different weights {table}")
+        raise WorldError("different-weights", f"Replicas hold different weights {table}")
 
 
 def _differences(ranks: Sequence[Mapping[str, Any]]) -> str:

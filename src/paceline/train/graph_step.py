@@ -142,7 +142,9 @@ class GraphedStep:
             shape, self._other = None, others[0]
         captured = self._find(shape, micros)
         self._send_rates()
-        return self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
+        norm = self._run_eagerly(shape, micros) if captured is None else self._replay(captured, micros, inputs)
+        self._updater.finish(micros[-1].step)
+        return norm
 
     def _find(self, shape: Hashable, micros: list[MicroBatch]) -> _Captured | None:
         """The graph for micro-batches of this shape; None: run them eagerly."""

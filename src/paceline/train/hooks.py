@@ -30,7 +30,7 @@ class Hooks:
     """Of one feature. Called on every rank, except `before_backward`, which only ranks with a loss call.
 
     Of a captured step (`graph: true`), those that are marked so run on the host, around each replay; the others are
-    captured, or not called."""
+    captured."""
 
     name: str
     begin: Callable[[int], None] | None = None  # host; before the first step, with its number of micro-batches
@@ -38,15 +38,17 @@ class Hooks:
     before_forward: Callable[[bool], None] | None = None  # of training, with whether it is the first of its step
     before_backward: Callable[[MicroBatch, Tensor], None] | None = None  # with the value that it starts from
     after_backward: Callable[[MicroBatch], None] | None = None  # in a pipeline, after its schedule
-    all_backwards: Callable[[], None] | None = None  # of a step are done; nothing else was exchanged. May come twice
+    # After the last backward of a step, before any other collective; a custom loop may call it twice. Not captured.
+    all_backwards: Callable[[], None] | None = None
     on_losses: Callable[[Losses], None] | None = None  # after the last backward of a step
     on_reduced: Callable[[int], None] | None = None  # gradients are reduced, where the optimizer looks for them
-    unscale: Callable[[StepGradients], None] | None = None  # before those of `on_gradients`, if there are any
+    unscale: Callable[[StepGradients], None] | None = None  # before `on_gradients`, if a feature has that
     on_gradients: Callable[[StepGradients], None] | None = None  # after the factor of the step. Without autograd
     vetoes: Callable[[], bool] | None = None  # whether parameters stay as they are, known on the host
     before_update: Callable[[int], None] | None = None  # host; parameters change next. With the step, counted from 0
     take_step: Callable[[], Tensor | float | None] | None = None  # steps the optimizer (one feature at most); skipped?
     after_update: Callable[[int, bool], None] | None = None  # with the number of steps, and whether this one was taken
+    end_of_update: Callable[[int, bool], None] | None = None  # host; the same, before the step is counted
     after_step: Callable[[int, bool], None] | None = None  # host; the same, when the step is counted
     values: Callable[[], Mapping[str, Any]] | None = None  # host; for the metrics, when the step is counted
     end: Callable[[], None] | None = None  # host; `train()` ends, and not because of a signal
@@ -86,6 +88,7 @@ class HookTable:
         on_gradients = of("on_gradients")
         self.on_gradients = (*self.unscale, *on_gradients) if on_gradients else ()
         self.vetoes, self.before_update, self.take_step = of("vetoes"), of("before_update"), of("take_step")
+        self.end_of_update = of("end_of_update")
         self.after_update, self.after_step, self.reset = of("after_update"), of("after_step"), of("reset")
         self.values, self.end, self.restart, self.view = of("values"), of("end"), of("restart"), of("view")
         self.state = [entry for each in self._features.values() for entry in each.state]

@@ -78,6 +78,9 @@ class OptimizerUpdate:
             skipped = skipped if overflowed is None else overflowed
         for hook in hooks.after_update:
             hook(step + 1, stepped)
+        if not prepared:  # as `finish` does
+            for last in hooks.end_of_update:
+                last(step + 1, stepped)
         self.is_changing, self.stepped, self.skipped = False, stepped, skipped
         for parameter in self._all_parameters:
             parameter.grad = None
@@ -88,6 +91,13 @@ class OptimizerUpdate:
         self.is_changing = True
         self.skipped = captured()
         self.is_changing, self.stepped = False, True
+
+    def finish(self, step: int) -> None:
+        """After a captured `apply` of step `step`: what comes last, on the host."""
+        self.is_changing = True
+        for hook in self._hooks.end_of_update:
+            hook(step + 1, self.stepped)
+        self.is_changing = False
 
     def discard_gradients(self) -> bool:
         """Discard gradients that code outside the Trainer left behind. Returns whether there were any."""

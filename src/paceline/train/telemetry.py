@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from paceline import errors
 from paceline.config.recipe import Config
 from paceline.data.loader import MicroBatch
 from paceline.log import Log, rank_log
@@ -246,6 +247,7 @@ def _recording(micros: Iterator[MicroBatch], suspect: int, path: Path) -> Iterat
 
 def join(config: Config, notes: Sequence[str], device: DeviceLike) -> tuple[World, Telemetry, Log]:
     """Join the process group, and show it to observers."""
+    errors.advice()  # while this process can still open files
     if config.strategy == "split":  # batches and losses are on its first device
         device = devices_of(config.split)[0]
     telemetry = Telemetry()

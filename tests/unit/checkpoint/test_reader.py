@@ -80,9 +80,12 @@ def test_other_programs_can_read_the_file(folder: Path) -> None:
     assert saves.bits(load_file(folder / "rank-0.safetensors")) == saves.bits(saves.values(1))
 
 
-def test_no_checkpoint_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_no_checkpoint_is_named(tmp_path: Path, is_loop: bool) -> None:
+    if is_loop:
+        (tmp_path / "a").symlink_to("a")
     with pytest.raises(CheckpointError) as caught:
-        checkpoint_reader.open_checkpoint(locate(tmp_path))
+        checkpoint_reader.open_checkpoint(locate(tmp_path / "a" if is_loop else tmp_path))
     assert caught.value.code == "checkpoint.missing"
 
 

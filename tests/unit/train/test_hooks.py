@@ -25,7 +25,7 @@ def test_a_step_calls_each_slot_once_per_micro_batch_or_step() -> None:
     run_steps(Hooks(name="noting", **slots))
     micro = ["before_micro", "before_forward", "before_backward", "after_backward"]
     backwards = ["begin", *micro, *micro, "all_backwards", "on_losses", "on_reduced"]
-    update = ["unscale", "on_gradients", "vetoes", "before_update", "take_step", "after_update"]
+    update = ["unscale", "on_gradients", "vetoes", "before_update", "take_step", "after_update", "end_of_update"]
     assert called == [*backwards, *update, "values", "after_step", "end"]
 
 

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from paceline.diagnose.hang import wait_graph
-from paceline.diagnose.hang.process_stacks import state_of
+from paceline.diagnose.hang.process_stacks import has_exited, machine
 from paceline.diagnose.hang.stack_place import place_of
 from paceline.run.heartbeat import Counters
 
@@ -115,7 +113,7 @@ class Board:
         self.store, self.rank, self.world, self._counters = store, rank, world, counters
         self.clock, self.sleep = clock, sleep
         self.name = str(store.add(f"paceline/rounds/{rank}", 1)) if name is None else name
-        self._host = f"{socket.gethostname()} "
+        self._host = f"{machine()} "
         self.set(f"{self._host}{os.getpid()}", "process", rank)
         self._sequences: dict[str, _Sequence] = {}
         self._background: set[str] = set()
@@ -178,7 +176,7 @@ class Board:
     def has_died(self, ranks: Iterable[int]) -> bool:
         for rank in ranks:
             host, _, process = (self.read("process", rank) or "").rpartition(" ")
-            if f"{host} " == self._host and not _is_alive(int(process)):
+            if f"{host} " == self._host and has_exited(int(process)):
                 return True
         return False
 
@@ -288,14 +286,19 @@ def _will_raise(post: Post) -> bool:
 
 
 def _leave(board: Board, arrival: Arrival) -> Arrival:
-    """Without the others, unless the last of them has come meanwhile."""
+    """Withdraw the arrival of this rank. If all have come meanwhile, the call has succeeded."""
     call, is_method = arrival.call, arrival.call.sequence.startswith(METHODS)
+    count, everyone = board.key(call.sequence, "count"), len(call.members)
+    here = board.store.add(count, -1) + 1 - (call.number - 1) * everyone
+    if here == everyone:
+        board.store.add(count, 1)
+        return arrival._replace(here=here, outcome="all")
     if not is_method and (arrival.outcome == "late" or call.leaves):
         board.set("", call.sequence, "late")  # for members that come later
-    here = board.store.add(board.key(call.sequence, "count"), -1) + 1 - (call.number - 1) * len(call.members)
     if is_method and here == 1:  # others, or this rank itself, may come with another value
-        board.store.compare_set(board.key(call.sequence, "first", call.number), _told(board, call), "")
-    return arrival._replace(here=here, outcome="all" if here == len(call.members) else arrival.outcome)
+        first = board.key(call.sequence, "first", call.number)
+        board.store.compare_set(first, board.store.get(first).decode(), "")
+    return arrival._replace(here=here)
 
 
 def _different(board: Board, call: Call, sides: dict[int, Call]) -> Arrival:
@@ -394,7 +397,3 @@ def _is_in_background() -> bool:
     """Whether another Python thread than the main one makes the call. Those of autograd are not Python's."""
     thread = threading.current_thread()
     return thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
-
-
-def _is_alive(process: int) -> bool:
-    return state_of(process) != "exited" or not Path("/proc/self").exists()  # it can't be known without /proc

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -157,6 +158,18 @@ def state_of(pid: int) -> ProcessState:
     with suppress(OSError, IndexError):
         return _STATES.get(_stat(pid)[0], "running")
     return "exited"
+
+
+def has_exited(pid: int) -> bool:
+    """False where it can't be known, without /proc."""
+    return state_of(pid) == "exited" and Path("/proc/self").exists()
+
+
+def machine() -> str:
+    """Where a number means one process: containers may share the name of their host, but not its numbers."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    return socket.gethostname()
 
 
 def _stat(pid: int) -> list[str]:

@@ -61,7 +61,7 @@ class RankMonitor:
 
     def attach(self, tick: Callable[[], float]) -> None:
         """Call this as well, from the next tick on. It returns in how many seconds again; a RuntimeError ends it."""
-        self._attached = [*self._attached, _Attached(tick, 0.0)]
+        self._attached.append(_Attached(tick, 0.0))
 
     def detach(self, tick: Callable[[], float]) -> None:
         """Call before the interpreter exits: a thread in a function of torch would be killed in the middle of it."""
@@ -108,7 +108,8 @@ class RankMonitor:
                 if each in self._attached:
                     each.due = self.clock() + each.tick()
             except Exception as error:  # must not end the page
-                self._attached = [other for other in self._attached if other is not each]
+                with suppress(ValueError):  # it was detached meanwhile
+                    self._attached.remove(each)
                 if not isinstance(error, RuntimeError):  # the group was destroyed, or the rank with the store has ended
                     log.warning(f"this rank is no longer observed ({type(error).__name__}: {error})")
         if self._page is not None:

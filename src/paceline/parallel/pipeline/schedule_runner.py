@@ -75,7 +75,7 @@ class Stage(nn.Module):
     def forward(self, hidden: Tensor) -> Any:
         if not self.is_first and hidden.requires_grad:
             hidden = hidden.view_as(hidden)
-            hidden.register_hook(Tensor.contiguous)  # point-to-point communication needs contiguous gradients
+            hidden.register_hook(_contiguous)
         with self._context or nullcontext(), self._samples(len(hidden)):
             if self._before is not None:
                 hidden = self._before(hidden)
@@ -297,3 +297,9 @@ def _pad(inputs: Tensor, rows: int) -> Tensor:
 
 def _meta_of(tensor: Any) -> SampleMeta:
     return SampleMeta(tuple(tensor.shape[1:]), tensor.dtype)
+
+
+def _contiguous(gradient: Tensor) -> Tensor:
+    """Point-to-point communication needs it. A hook with a module of its own: methods of torch have none, by which the
+    check for hooks of the user recognizes libraries."""
+    return gradient.contiguous()

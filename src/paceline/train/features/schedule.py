@@ -145,7 +145,7 @@ class LearningRate:
         return Hooks(
             name="schedule",
             before_update=None if self._factor is None else self._set_rates,
-            after_step=self._step_scheduler if self.steps_scheduler else None,
+            end_of_update=self._step_scheduler if self.steps_scheduler else None,
             reset=self._reset,
             state=self._state,
         )

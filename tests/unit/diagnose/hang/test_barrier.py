@@ -105,6 +105,33 @@ def test_other_values_are_told_to_both_and_the_next_numbers_are_equal_again() ->
     assert world.arrive(0).outcome == "all"
 
 
+def test_the_last_rank_may_come_while_another_one_leaves() -> None:
+    """Then both have met, and meet again at the next call."""
+    world, met = World(), []
+
+    def add(key: str, number: int) -> int:
+        if number < 0 and not met:
+            met.append(world.arrive(1).outcome)
+        return Store.add(world.store, key, number)
+
+    world.store.add = add  # type: ignore[method-assign]
+    assert world.arrive(0, wait=1.0).outcome == "all" and met == ["all"]
+    world.meanwhile = after(world.now + 0.02, lambda: world.arrive(1))
+    assert world.arrive(0, wait=1.0).outcome == "all"
+
+
+def test_ranks_that_left_may_come_with_another_value_whoever_of_them_left_last() -> None:
+    world, calls = World(), []
+    for board in world.boards:
+        calls.append(board.begin(Call(METHODS, 0, "evaluate()", "a.py:1", [0, 1, 2], sees_idle=True)))
+        barrier._first(board, calls[-1])
+        world.store.add(board.key(calls[-1].sequence, "count"), 1)
+    for board, call in zip(world.boards, calls, strict=True):
+        board.end(METHODS, barrier._leave(board, Arrival("late", call, 0)))
+    world.meanwhile = after(world.now + 0.02, lambda: world.arrive(1, "save()"))
+    assert world.arrive(0, "save()").outcome == "all"
+
+
 def posts(world: World, **values: Any) -> Callable[[float], object]:
     """Rank 1 posts this again and again."""
     serial = iter(range(1, 10000))
@@ -205,7 +232,7 @@ def test_the_last_one_that_comes_while_another_gives_up_counts() -> None:
 
 
 def test_the_process_of_a_rank_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(barrier, "_is_alive", lambda process: False)
+    monkeypatch.setattr(barrier, "has_exited", lambda process: True)
     assert World().arrive(0).outcome == "ended"
 
 

@@ -127,3 +127,15 @@ def test_a_resumed_run_says_if_its_learning_rate_jumps(schedule: Any, tmp_path: 
     caplog.clear()
     assert len(train(5, schedule={"name": "constant"}, optimizer={"name": "sgd", "lr": 0.1})) == 3
     assert "jumps" not in caplog.text  # asked for
+
+
+def test_a_step_whose_scheduler_raises_is_neither_counted_nor_saved(in_folder: Path) -> None:
+    """OneCycleLR steps once more than it was made for."""
+    model = tiny.classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
+    settings = {"optimizer": optimizer, "scheduler": scheduler, "scheduler_interval": "step", "run": "r"}
+    trainer = tiny.classifier_trainer(model, **settings)
+    with pytest.raises(ValueError, match="step"):
+        trainer.train(tiny.blobs(), max_steps=8)
+    assert trainer.step_count == 3 and not list(in_folder.glob("runs/r/checkpoints/step-*"))
