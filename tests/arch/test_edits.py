@@ -370,10 +370,13 @@ FEATURE = Change(
                 steps = Steps()
 
                 def shrink(gradients):
-                    steps.number += 1
-                    gradients.multiply(context.config.shrink**steps.number)
+                    gradients.multiply(context.config.shrink ** (steps.number + 1))
 
-                return Hooks(name="shrink", on_gradients=shrink, state=[StateEntry("shrink", steps, if_absent="keep")])
+                def count(step, stepped):
+                    steps.number += 1
+
+                state = [StateEntry("shrink", steps, if_absent="keep")]
+                return Hooks(name="shrink", on_gradients=shrink, after_update=count, state=state)
             """,
         ),
         Edit(

@@ -1,5 +1,6 @@
 """Measures of how much there is to carry. Each is at today's value: whoever lowers one lowers it here as well, in the
-same commit. None rises, except `LINES` by what was agreed for a feature."""
+same commit. None rises, except `LINES` by what was agreed for a feature, and `MODULES_OF_A_RANK` by the module of a
+feature that every rank builds, up to 224."""
 
 from __future__ import annotations
 
