@@ -231,6 +231,19 @@ def test_the_last_one_that_comes_while_another_gives_up_counts() -> None:
     assert world.arrive(0, "5", "depart", give_up=True, wait=1.0)[0] == found[0].outcome == "all"
 
 
+def test_a_rank_in_another_container_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process has a number that means nothing here, although the host has the same name."""
+    monkeypatch.setattr(barrier, "has_exited", lambda process: True)
+    monkeypatch.setattr(barrier, "machine", lambda: "host pid:[1]")
+    world = World()
+    monkeypatch.setattr(barrier, "machine", lambda: "host pid:[2]")
+    world.boards[1] = world.board(1)
+    world.boards[1].name = world.boards[0].name
+    world.boards[1].set("host pid:[2] 1", "process", 1)
+    world.meanwhile = after(5.0, lambda: world.arrive(1))
+    assert world.arrive(0).outcome == "all"
+
+
 def test_the_process_of_a_rank_that_has_died_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(barrier, "has_exited", lambda process: True)
     assert World().arrive(0).outcome == "ended"
